@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lade.block.kv_cache import LookaheadCache, slots_of_static
 from lade.block.layout import BlockLayout, block_layout
@@ -42,22 +43,22 @@ def lookahead_decode(request: Request, adapter: ModelAdapter, stats: GenerationS
     """
     call, is_synced = DecodingCall(request, adapter, stats, group), request.synced_gpus
     selection, drafter = call.selection, call.drafter
-    outputs = call.prefill()
+    logits = call.prefill()
     # Mixture-of-experts layers use another implementation, with other rounding, while decoding.
     with adapter.block_model._optimize_model_for_decode(), call.reporting():
-        call.take_first_token(outputs)
-        del outputs  # frees the hidden states and attentions of the whole prompt
+        call.take_first_token(logits)
+        del logits  # which may be of all tokens of the prompt
         while call.model._has_unfinished_sequences(all(selection.is_finished), is_synced, device=call.device):
             began = perf_counter()
             draft = call.propose()
             drafted = perf_counter()
             step = call.lay_out(draft)
-            outputs = call.forward(step)
+            logits = call.forward(step)
             ran = perf_counter()
             if all(selection.is_finished):  # synced_gpus: other processes still need this one's forward
                 call.cache.commit([None] * len(call.cache.lengths))
                 continue
-            outcome = call.verify(step, outputs)
+            outcome = call.verify(step, logits)
             call.commit(step, outcome.accepted)
             verified = perf_counter()
             drafter.learn(outcome)
@@ -108,7 +109,6 @@ class DecodingCall:
             stats=stats,
             device=self.device,
             key_mask=self.key_mask,
-            wanted=self.selection.recorder.model_arguments,
             num_rows=batch_size,
             num_prompt=batch_size * request.num_uncached,
             num_new=num_new,
@@ -134,8 +134,8 @@ class DecodingCall:
         self.cache = self.path.take_cache(prompt_length + num_new + config.max_block_tokens)
         self.cache.most_slots = slots_of_static(self.callers_cache)
 
-    def prefill(self) -> Any:
-        """Run the prompt's forward. Returns the model's output."""
+    def prefill(self) -> Tensor:
+        """Run the prompt's forward. Returns logits [B, 1 or more, V]."""
         request, model_kwargs = self.request, self.request.model_kwargs
         name = self.adapter.cache_name
         self.cache.adopt(model_kwargs[name])
@@ -152,12 +152,11 @@ class DecodingCall:
         offset = none if positions is None else positions[..., -1:].to(HOST) + 1 - length
         self.position_offset, self.max_position_offset = offset, int(offset.max())
         self.stats.batch_size, self.stats.steps = len(request.input_ids), 1
-        return outputs
+        return outputs.logits
 
-    def take_first_token(self, outputs: Any) -> None:
+    def take_first_token(self, logits: Tensor) -> None:
         """Choose the first token from the prompt's logits: a step with an empty tree."""
-        self.selection.recorder.begin_step(outputs, None)
-        tree, logits = TokenTree.empty(len(self.cache.lengths)), outputs.logits[:, -1:]
+        tree, logits = TokenTree.empty(len(self.cache.lengths)), logits[:, -1:]
         self.nan_column = find_nan_column(logits[:, 0])
         part = self.group.partition(tree, ROOT_ALONE)
         block_logits, _ = self.group.exchange(part, BlockLogits(logits, self.nan_column), None)
@@ -206,18 +205,17 @@ class DecodingCall:
         )
         return Step(roots, draft, tree, part, layout, block, layout.num_tokens + self.cache.num_waiting)
 
-    def forward(self, step: Step) -> Any:
-        """Run the model over the block. Returns the model's output."""
-        outputs = self.path.forward(step.block, self.cache)
+    def forward(self, step: Step) -> Tensor:
+        """Run the model over the block. Returns logits [B, R, V]."""
+        logits = self.path.forward(step.block, self.cache)
         wait_for(self.device)
         self.stats.steps += 1
         self.stats.block_tokens.append(step.num_tokens)
-        return outputs
+        return logits
 
-    def verify(self, step: Step, outputs: Any) -> Outcome:
+    def verify(self, step: Step, logits: Tensor) -> Outcome:
         """Choose and commit tokens along the tree."""
-        self.selection.recorder.begin_step(outputs, self.cache.lengths[0], self.cache.num_waiting)
-        logits, behind_window = step.layout.split(outputs.logits, step.part.tree)
+        logits, behind_window = step.layout.split(logits, step.part.tree)
         choices, summary = None, self.path.summary
         if step.draft.has_window:
             choices = best_tokens(behind_window[..., : self.adapter.num_tokens]).to(self.device)

@@ -222,7 +222,7 @@ def test_prompts_in_pieces(lade_on):
     assert_same(built("qwen3_next"), prompts(), 0.6, max_new_tokens=20, do_sample=False, prefill_chunk_size=4)
 
 
-RETURNED = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True, "output_hidden_states": True}
+RETURNED = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
 
 
 @pytest.mark.parametrize(("num_hidden", "share"), [(0, 0.6), (3, 0.0), (3, 1.0)])
@@ -247,7 +247,7 @@ def test_returned_caches(lade_on, num_hidden, share):
 
 def assert_same_outputs(found, expected):
     assert torch.equal(found.sequences, expected.sequences)
-    for name in ("scores", "logits", "hidden_states"):
+    for name in ("scores", "logits"):
         results = getattr(found, name), getattr(expected, name)
         # Where a layer's output is near zero before its norm, float32 rounding of the states is amplified.
         torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
@@ -263,20 +263,6 @@ def assert_same_cache(found, expected):
             scale = max((float(part.abs().max()) for part in tensors(other)), default=0.0)
             # Most states are float32, amplified likewise.
             torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * scale)
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
-def test_attention_weights(lade_on, name):
-    model = copy.deepcopy(built(name))
-    model.set_attn_implementation("eager")
-    (plain, ours), inputs = ways(model), prompts()
-    arguments = {"max_new_tokens": 14, "do_sample": False, "output_attentions": True, "return_dict_in_generate": True}
-    expected = plain(inputs, **arguments)
-    guessing(expected.sequences, 0.6, 4)
-    found = ours(inputs, **arguments)
-    assert lade.last_stats().fallback_reason is None
-    assert lade.last_stats().steps < 14
-    torch.testing.assert_close(found.attentions, expected.attentions, rtol=1e-3, atol=1e-3)
 
 
 def tensors(part):

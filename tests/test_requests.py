@@ -226,18 +226,6 @@ def test_an_encoder_as_a_language_model_keeps_no_cache():
     assert assert_same(model, prompt(24), "returns no cache", max_new_tokens=12).shape == (1, 36)
 
 
-def test_hidden_states_of_several_streams():
-    """Gemma 3n's, [streams, rows, tokens, features]."""
-    model, returned = built("gemma3n_text"), {"return_dict_in_generate": True, "output_hidden_states": True}
-    for inputs in (prompt(), prompt(24, 2)):
-        plain = generate_plain(model, inputs, max_new_tokens=16, **returned)
-        ahead = model.generate(**inputs, max_new_tokens=16, **returned)
-        assert lade.last_stats().steps < 16
-        for layers, expected in zip(ahead.hidden_states, plain.hidden_states, strict=True):
-            torch.testing.assert_close(layers, expected)
-    assert {layer.ndim for layer in layers} == {4}
-
-
 @pytest.mark.parametrize("name", ["lfm2", "gemma2"])
 def test_returned_caches_of_windows_and_convolutions(name):
     """A convolution's state is not lade's to fill in; a window's keys are."""

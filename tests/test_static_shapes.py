@@ -194,14 +194,6 @@ def test_on_a_private_view(uses_kernel, model, monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_requests_that_want_more_than_logits(model):
-    wanted = {"output_hidden_states": True, "return_dict_in_generate": True}
-    stats = compare(model, **NEW, **wanted)
-    assert stats.reasons.get("compile") == "output_hidden_states asks for more than the compiled forward returns"
-    assert stats.compiled_steps == 0
-    assert set(stats.block_tokens[1:]) != {15}  # and nothing is padded
-
-
 @pytest.mark.parametrize(("batch_size", "arguments"), [(1, {}), (3, {"do_sample": True, "top_k": 20})])
 def test_captured_once_for_all_calls(batch_size, arguments, model, graphs):
     for seed, max_new_tokens in enumerate((32, 20, 40)):

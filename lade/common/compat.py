@@ -52,7 +52,6 @@ try:
     from transformers.generation.utils import GenerateDecoderOnlyOutput
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 except (ImportError, AttributeError) as error:
     raise incompatible(f"{error}{origin_of(error)}") from error
@@ -103,8 +102,7 @@ NAMES: dict[Any, tuple[str, ...]] = {
     ),
     PreTrainedModel: ("_is_stateful", "_supports_sdpa", "_can_set_attn_implementation()", "tp_size"),
     PreTrainedConfig: ("get_text_config(self, decoder)", "sub_configs"),
-    GenerateDecoderOnlyOutput: ("scores", "logits", "attentions", "hidden_states"),
-    CausalLMOutputWithPast: ("logits",),
+    GenerateDecoderOnlyOutput: ("scores", "logits"),
     transformers.AttentionInterface: ("register",),
     torch.nn.Module: ("_compiled_call_impl", "_call_impl", "_wrapped_call_impl"),
     nn_module: ("_global_forward_hooks", "_global_forward_pre_hooks"),

@@ -105,10 +105,6 @@ class Request:
             return self.num_slots - 1
         return int(self.position_ids[..., -1].max()) + self.num_slots - self.prompt_length
 
-    @property
-    def wants_attentions(self) -> bool:
-        return bool(self.generation_config.output_attentions)
-
 
 def whole_length(length: Any) -> int:
     """The number of tokens at which a text has reached a maximum length, which may be a fraction or infinite."""

@@ -26,9 +26,8 @@ class BlockCall:
     """The call whose blocks are to run. Numbers are in tokens.
 
     stats: receives counts, and under `reasons` why a path that was asked for is not used. device: where the prompt's
-    ids lie. key_mask: as in `Block`, for the whole call. wanted: further arguments of the model, such as
-    output_hidden_states. num_prompt: of the prompts that are not cached, over all rows. num_new: the most to generate.
-    num_slots: slots that the cache starts with.
+    ids lie. key_mask: as in `Block`, for the whole call. num_prompt: of the prompts that are not cached, over all rows.
+    num_new: the most to generate. num_slots: slots that the cache starts with.
     """
 
     adapter: ModelAdapter
@@ -36,7 +35,6 @@ class BlockCall:
     stats: GenerationStats = field(default_factory=GenerationStats)
     device: torch.device
     key_mask: Tensor | None = None
-    wanted: dict[str, Any] = field(default_factory=dict)
     num_rows: int = 1
     num_prompt: int = 0
     num_new: int = 0
@@ -88,14 +86,14 @@ class ForwardPath:
         """The number of nodes, padding included, that a tree takes in the block."""
         return num_nodes
 
-    def forward(self, block: Block, cache: LookaheadCache) -> Any:
+    def forward(self, block: Block, cache: LookaheadCache) -> Tensor:
         """One forward over a block. Its keys and values are written after the committed slots of `cache`.
 
-        Returns the model's output, logits [B, R, V].
+        Returns logits [B, R, V].
         """
         adapter = self.adapter
         block = adapter.begin_block(block.to(self.call.device), cache)
-        return adapter.ordinary_forward(block, cache, self.model, self.masks(block), **self.call.wanted)
+        return adapter.ordinary_forward(block, cache, self.model, self.masks(block))
 
     def masks(self, block: Block) -> Any:
         """The masks that `model` takes for a block."""

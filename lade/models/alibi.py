@@ -73,8 +73,6 @@ class FalconAdapter(AlibiAdapter):
     def unsupported_request(self, request: Request) -> str | None:
         if request.has_static_cache and self.needs_shadow:
             return "Falcon's ALiBi and its mask have different lengths with a static cache"
-        if request.wants_attentions:
-            return "output_attentions takes Falcon through attention code of its own"
         return super().unsupported_request(request)
 
     @property

@@ -125,8 +125,6 @@ class ModelAdapter:
         Plain generate() keeps finished rows in the batch until the last row ends; lade usually drops them. Where
         keeping them may raise an error, the call goes to plain generate(), so that the error is the same.
         """
-        if request.wants_attentions and not self._sees_everything:
-            return "output_attentions of windowed layers show the window alone, and lade's own cache keeps more"
         if self.most_slots is not None and request.num_slots > self.most_slots:
             return f"the text may grow over {self.most_slots} tokens, padding included, for which the model's code has no room"
         # By the criteria, which a caller may bring, and with the token that generate() takes if it is given none.
@@ -243,16 +241,15 @@ class ModelAdapter:
         is_elsewhere = self._device != block.tokens.device and self._device.type != "meta"
         return block.to(self._device) if is_elsewhere else block
 
-    def forward_block(self, block: Block, cache: LookaheadCache, **wanted: Any) -> Any:
+    def forward_block(self, block: Block, cache: LookaheadCache) -> Tensor:
         """One eager forward over a block. Its keys and values are written after the committed slots of `cache`.
 
-        wanted: further arguments of the model, such as output_hidden_states.
-        Returns the model's output, logits [B, R, V].
+        Returns logits [B, R, V].
         """
         block = self.begin_block(block, cache)
-        return self.ordinary_forward(block, cache, self.block_model, self.masks(block), **wanted)
+        return self.ordinary_forward(block, cache, self.block_model, self.masks(block))
 
-    def ordinary_forward(self, block: Block, cache: LookaheadCache, model: Any, masks: Any, **wanted: Any) -> Any:
+    def ordinary_forward(self, block: Block, cache: LookaheadCache, model: Any, masks: Any) -> Tensor:
         """`forward_block` with a given model and masks, for a block that `cache` has room for."""
         arguments: dict[str, Any] = {
             name: value.to(block.tokens.device).expand_as(block.tokens) for name, value in self.carried.items()
@@ -261,17 +258,10 @@ class ModelAdapter:
             arguments["position_ids"] = block.positions
         if self.keeps_rows:
             arguments["logits_to_keep"] = 0 if block.needs_all_rows else block.logit_rows
-        with torch.inference_mode() if self.leaves_no_tensor and not wanted else nullcontext():
-            outputs = model(
-                input_ids=block.tokens,
-                attention_mask=masks,
-                **cache_arguments(cache, self.cache_name),
-                **arguments,
-                **wanted,
-            )
-        if not self.keeps_rows and not block.needs_all_rows:
-            outputs.logits = outputs.logits[:, block.logit_rows]
-        return outputs
+        with torch.inference_mode() if self.leaves_no_tensor else nullcontext():
+            named = cache_arguments(cache, self.cache_name) | arguments
+            logits: Tensor = model(input_ids=block.tokens, attention_mask=masks, **named).logits
+        return logits if self.keeps_rows or block.needs_all_rows else logits[:, block.logit_rows]
 
     @cached_property
     def leaves_no_tensor(self) -> bool:

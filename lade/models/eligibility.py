@@ -74,8 +74,8 @@ def unsupported_call(request: Request) -> str | None:
         return "the generation settings name no max_length"
     if torch.is_grad_enabled():
         return "gradients are being recorded"
-    if request.has_static_cache and request.wants_attentions:
-        return "output_attentions of a static cache include its empty slots"
+    if config.output_attentions or config.output_hidden_states:
+        return "attentions and hidden states are returned as forwards of single tokens compute them"
     if config.prefill_chunk_size:
         if request.cached_length > 0:
             return "prefill_chunk_size on a cache that is not empty is handled differently by versions of transformers"

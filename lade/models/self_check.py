@@ -252,7 +252,7 @@ class TrialRun:
         )
         # Tables that grow with the text have grown as far as the small blocks reach.
         with keeping_nothing(self.adapter) if len(tokens) <= SMALL_BLOCK else nullcontext():
-            found = self.adapter.forward_block(block, self._cache).logits.double().to(self._expected.device)
+            found = self.adapter.forward_block(block, self._cache).double().to(self._expected.device)
         return largest_difference(found, self._expected[:, self._num_done : self._num_done + len(rows)])
 
     def commit(self, num_tokens: int, num_kept: int) -> None:

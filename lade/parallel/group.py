@@ -277,7 +277,7 @@ class Leader(SharedSelection):
 class Follower(SharedSelection):
     """Takes over what the leader has chosen."""
 
-    def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
+    def _choose(self, rows: slice, nodes: list[int]) -> list[int]:
         self._block_logits.of(rows, nodes)
         tokens, self._received = self._group.receive_tokens(len(nodes))
         return tokens

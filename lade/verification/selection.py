@@ -130,17 +130,17 @@ class Selection:
         rows = zip(self.sequences.lengths, self.is_finished, strict=True)
         return min((length for length, is_finished in rows if not is_finished), default=0)
 
-    def _choice(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int] | None:
+    def _choice(self, rows: slice, nodes: list[int]) -> list[int] | None:
         """`choose` of `walk`."""
         are_usable = self.nan_guard.are_usable(self._block_logits.is_number, rows, nodes)
-        return self._choose(rows, nodes, paths) if are_usable else None
+        return self._choose(rows, nodes) if are_usable else None
 
-    def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
-        """The token after one node of each row; arguments as for `walk`."""
+    def _choose(self, rows: slice, nodes: list[int]) -> list[int]:
+        """The token after one node (-1 = root) of each row."""
         ids = self.sequences.texts(rows)
         logits = self._block_logits.of(rows, nodes).to(dtype=torch.float32, copy=True, device=ids.device)
         scores = self._scores(rows, ids, logits)
-        self.recorder.record(nodes, paths, scores, logits)
+        self.recorder.record(scores=scores, logits=logits)
         if scores.shape[:-1] != ids.shape[:-1]:
             torch.cat([ids, scores.argmax(dim=-1)[:, None]], dim=-1)  # raises, as in plain generate()
         if self.do_sample:
@@ -218,7 +218,7 @@ class GreedySelection(PerRowSelection):
         self._best = block_logits.best()
         return super().verify(tree, block_logits)
 
-    def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
+    def _choose(self, rows: slice, nodes: list[int]) -> list[int]:
         return [self._best(rows.start, nodes[0])]
 
 
@@ -238,8 +238,8 @@ class LockstepSelection(Selection):
     def _row_groups(self) -> list[slice]:
         return [slice(0, len(self.is_finished))]
 
-    def _choose(self, rows: slice, nodes: list[int], paths: list[list[int]]) -> list[int]:
-        chosen = super()._choose(rows, nodes, paths)
+    def _choose(self, rows: slice, nodes: list[int]) -> list[int]:
+        chosen = super()._choose(rows, nodes)
         if self.pads_guesses:
             chosen = [self.pad_token if done else token for token, done in zip(chosen, self.is_finished, strict=True)]
         return chosen

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
 from lade.forward.base import BlockCall, ForwardPath
@@ -48,7 +50,7 @@ class CpuPath(ForwardPath):
             pack_layers(shadow, self.packing)
         return shadow
 
-    def forward(self, block: Block, cache: LookaheadCache) -> Any:
+    def forward(self, block: Block, cache: LookaheadCache) -> Tensor:
         if self.packing is not None:
             self.packing.begin_step(max(cache.lengths))
         return super().forward(block, cache)

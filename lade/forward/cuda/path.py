@@ -19,7 +19,6 @@ from lade.forward.cuda.proof import UNPROVEN, is_proven
 from lade.forward.cuda.static_shapes import TOO_MANY_SLOTS, StaticPath, graph_refusal, most_captured_slots
 from lade.models.base import ModelAdapter
 
-WEIGHTS_WANTED = "output_attentions asks for weights that the kernel never forms"
 FAST_KERNEL_DTYPES = (torch.float16, torch.bfloat16)  # float32 does not use the tensor cores
 
 
@@ -66,7 +65,7 @@ def static_shapes_reason(call: BlockCall) -> str | None:
         return f"compiled or captured forwards take no {min(adapter.carried)}"
     if adapter.needs_equal_lengths:
         return "rotary frequencies of this model depend on the length of the text"
-    return f"{min(call.wanted)} asks for more than the compiled forward returns" if call.wanted else None
+    return None
 
 
 def kernel_refusal(call: BlockCall, is_captured: bool) -> tuple[str | None, Tensor | None]:
@@ -77,9 +76,7 @@ def kernel_refusal(call: BlockCall, is_captured: bool) -> tuple[str | None, Tens
     adapter, use_flash = call.adapter, call.config.use_flash
     if use_flash is False or (use_flash is None and not can_capture(adapter.model.device)):
         return "", None
-    reason = WEIGHTS_WANTED if "output_attentions" in call.wanted else None
-    if reason is None and use_flash is None:
-        reason = slow_kernel_reason(adapter, is_captured)
+    reason = slow_kernel_reason(adapter, is_captured) if use_flash is None else None
     reason = reason or changed_attention(adapter) or unsupported_reason(adapter.model)
     if reason is not None or call.key_mask is None:
         return reason, None

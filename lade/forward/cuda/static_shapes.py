@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import Block
-from lade.common.compat import CausalLMOutputWithPast
 from lade.common.state import PerModel
 from lade.common.tolerance import logits_error
 from lade.common.trial import NotUsed, Trial
@@ -166,11 +165,11 @@ class StaticPath(KernelPath):
         self._buffers.end()
         super().close(num_generated)
 
-    def forward(self, block: Block, cache: LookaheadCache) -> Any:
+    def forward(self, block: Block, cache: LookaheadCache) -> Tensor:
         self._summary_at = None
         ordinary = partial(super().forward, block, cache)
-        logits = self._logits(block, cache, lambda: ordinary().logits) if self.is_on else None
-        return ordinary() if logits is None else CausalLMOutputWithPast(logits=logits)
+        logits = self._logits(block, cache, ordinary) if self.is_on else None
+        return ordinary() if logits is None else logits
 
     def _logits(self, block: Block, cache: LookaheadCache, ordinary: Callable[[], Tensor]) -> Tensor | None:
         """Logits [B, R, V] of a block; None if the ordinary forward must run. `cache` then has room for the block.
