@@ -80,26 +80,8 @@ def test_growing_keeps_no_old_storage():
     cache.end_prefill(2)
     cache.begin_block(3, torch.device("cpu"))
     cache.update(torch.ones(2, 2, 3, 4), torch.ones(2, 2, 3, 4), 0)  # this one does
-    old = weakref.ref(cache._storages[0].data)
+    old = weakref.ref(cache.storages[0].data)
     cache.lengths = [300, 301]  # a block of rows that differ cuts no views
     cache.begin_block(3, torch.device("cpu"))
     assert cache.capacity > 300
     assert old() is None
-
-
-def test_a_twin_of_layers_of_mixed_shapes():
-    """Of as many storages, in the same order, whatever layers share them."""
-
-    def states(value, size):
-        return torch.full((1, 1, 4, size), float(value))
-
-    cache = LookaheadCache(3, 64)
-    sizes = ((2, 2), (4, 4), (2, 4))
-    for index, (keys, values) in enumerate(sizes):
-        cache.update(states(index, keys), states(-index, values), index)
-    cache.end_prefill(1)
-    cache.exchange(cache.like(128))
-    for index, layer in enumerate(cache.layers):
-        for found, value, size in zip((layer.keys, layer.values), (index, -index), sizes[index], strict=True):
-            assert torch.equal(found[:, :, :4], states(value, size))
-            assert found.shape[2] == cache.capacity

@@ -103,12 +103,7 @@ class LookaheadCache(Cache):
         self.in_block = False
         self.most_slots: int | None = None  # of the caller's static cache, if any
         self._uniform = uniform
-        self._storages: list[_Storage] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all allocated keys and values."""
-        return sum(storage.data.nbytes for storage in self._storages)
+        self.storages: list[Storage] = []
 
     @property
     def num_waiting(self) -> int:
@@ -123,40 +118,6 @@ class LookaheadCache(Cache):
     def block_start(self) -> int:
         """Slots before the longest row's block, and before tokens that run again in front of it."""
         return max(self.lengths) - self.num_waiting
-
-    @property
-    def num_rows(self) -> int:
-        """B; 0 before the first prompt."""
-        return self._storages[0].data.shape[1] if self._storages else 0
-
-    def like(self, capacity: int) -> LookaheadCache:
-        """An empty cache of other capacity, with memory for the same layers."""
-        other = LookaheadCache(len(self.slot_layers), capacity, self._uniform)
-        for storage in self._storages:
-            twin = _Storage(storage.data[0], len(storage.data), other.capacity)
-            other._storages.append(twin)
-            for layer, name in storage.owners:
-                place = self.slot_layers.index(layer)
-                twin.give(other.slot_layers[place], name)
-                other.slot_layers[place].is_initialized = True
-        return other
-
-    def exchange(self, other: LookaheadCache) -> None:
-        """Go on with the text in another cache's memory, in which it has to fit, and leave one's own to that cache."""
-        for mine, theirs in zip(self._storages, other._storages, strict=True):
-            theirs.data[:, :, :, : max(self.lengths)] = mine.data[:, :, :, : max(self.lengths)]
-            mine.data, theirs.data = theirs.data, mine.data
-            mine.place_owners()
-            theirs.place_owners()
-        self.capacity, other.capacity = other.capacity, self.capacity
-
-    def clear(self) -> None:
-        """Remove all tokens but keep the memory, for another call with the same batch size."""
-        for storage in self._storages:
-            storage.data.zero_()  # an earlier call may have left non-finite values
-        for layer in self.slot_layers:
-            layer.prefilled = 0
-        self.lengths, self.slots, self.in_block = [], None, False
 
     def end_prefill(self, batch_size: int) -> None:
         """Switch from prompts to blocks: `update` writes at `lengths`."""
@@ -214,16 +175,16 @@ class LookaheadCache(Cache):
 
     def _used(self) -> list[Tensor]:
         """The parts of the storages that layers use, [S, B, H, C, D] each."""
-        return [storage.data[: len(storage.owners)] for storage in self._storages]
+        return [storage.data[: len(storage.owners)] for storage in self.storages]
 
     def allocate(self, layer: SlotLayer, key_states: Tensor, value_states: Tensor) -> None:
         """Set a layer's `keys` and `values`, [B, H, C, D] each, all zero."""
         for name, states in (("keys", key_states), ("values", value_states)):
-            storage = next((s for s in self._storages if s.has_room_for(states)), None)
+            storage = next((s for s in self.storages if s.has_room_for(states)), None)
             if storage is None:
                 size = len(self.slot_layers) * (2 if key_states.shape == value_states.shape else 1)
-                storage = _Storage(states, size if self._uniform else 1, self.capacity)
-                self._storages.append(storage)
+                storage = Storage(states, size if self._uniform else 1, self.capacity)
+                self.storages.append(storage)
             storage.give(layer, name)
 
     def check_room(self, num_slots: int) -> None:
@@ -244,18 +205,18 @@ class LookaheadCache(Cache):
             return
         while self.capacity < num_slots:
             self.capacity *= 2
-        for storage in self._storages:
+        for storage in self.storages:
             storage.grow(self.capacity)
 
     def promote(self, dtype: torch.dtype) -> None:
         """Keep all keys and values in a dtype that holds another one, too, as torch.cat does."""
-        for storage in self._storages:
+        for storage in self.storages:
             if (wider := torch.promote_types(storage.data.dtype, dtype)) != storage.data.dtype:
                 storage.data = storage.data.to(wider)
                 storage.place_owners()
 
 
-class _Storage:
+class Storage:
     """One tensor behind several layers of the same shape, so that a row is compacted in all of them at once."""
 
     def __init__(self, states: Tensor, size: int, capacity: int) -> None:

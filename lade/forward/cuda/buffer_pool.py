@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from lade.block.kv_cache import LookaheadCache, least_capacity
+from lade.block.kv_cache import LookaheadCache
 from lade.common.state import PerModel
 from lade.forward.cuda.static_inputs import StaticInputs
 
@@ -46,7 +45,7 @@ class Buffers:
     @property
     def num_bytes(self) -> int:
         """Bytes of the cache and of the memory reserved by capturing the graphs."""
-        return self.cache.num_bytes + sum(getattr(replay, "num_bytes", 0) for replay in self.replays())
+        return num_bytes_of(self.cache) + sum(getattr(replay, "num_bytes", 0) for replay in self.replays())
 
     def end_call(self) -> None:
         """Keep the shapes used last, of those that are captured."""
@@ -65,48 +64,31 @@ class Buffers:
 
 _lock = threading.Lock()
 _pool: PerModel[list[Buffers]] = PerModel(list)  # oldest first
-_captured_rows: PerModel[set[int]] = PerModel(set)
 
 
 class CallBuffers:
     """The buffers of one call: pooled ones, or its own, which may be pooled afterwards."""
 
-    def __init__(self, model: PreTrainedModel, uses_kernel: bool) -> None:
-        """uses_kernel: then the cost of a step does not depend on the capacity of the cache."""
-        self._model, self._uses_kernel = model, uses_kernel
-        self._most: float = inf  # slots of the largest cache to take from the pool
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
         self._buffers: Buffers | None = None
 
     def begin(
-        self, key: Hashable, num_slots: int, most_slots: int, new_cache: Callable[[int], LookaheadCache]
+        self, key: Hashable, least: int, most: float, new_cache: Callable[[int], LookaheadCache]
     ) -> LookaheadCache:
-        """An empty cache: the smallest pooled one that fits, or a new one.
+        """An empty cache: the largest pooled one of at least and at most so many slots, or a new one.
 
-        key: everything that the graphs depend on; None to pool nothing. num_slots: the slots that the call starts with.
-        most_slots: the most that it may need.
+        key: everything that the graphs depend on; None to pool nothing.
         """
-        least, most = (padded_capacity(least_capacity(count)) for count in (num_slots, max(num_slots, most_slots)))
-        self._most = inf if self._uses_kernel else most
-        self._buffers = self._acquire(key, least, new_cache)
+        self._buffers = self._pooled(key, least, most) or Buffers(key, new_cache(least))
         return self._buffers.cache
 
     def with_room(self, cache: LookaheadCache, num_slots: int) -> Buffers:
-        """The buffers for a call's cache, which then has num_slots slots.
-
-        Where a graph reads the present memory, the cache goes on in that of larger buffers, and the present ones go to
-        the pool for shorter calls. Elsewhere it grows.
-        """
-        buffers = self._buffers
-        if buffers is None or buffers.cache is not cache:  # the model may have replaced it
-            buffers = self._buffers = Buffers(None, cache)
-        if num_slots <= cache.capacity or not buffers.is_kept:
-            cache.ensure_capacity(num_slots)
-            return buffers
-        larger = self._buffers = self._acquire(buffers.key, padded_capacity(num_slots), cache.like)
-        cache.exchange(larger.cache)
-        buffers.cache, larger.cache = larger.cache, cache
-        release(self._model, buffers)
-        return larger
+        """The buffers for a call's cache, which then has num_slots slots."""
+        if self._buffers is None or self._buffers.cache is not cache:  # the model may have replaced it
+            self._buffers = Buffers(None, cache)
+        cache.ensure_capacity(num_slots)
+        return self._buffers
 
     def drop(self) -> None:
         """Forget the buffers after a failure: no later call may use them. The call goes on with its cache."""
@@ -118,26 +100,38 @@ class CallBuffers:
         if buffers is not None:
             release(self._model, buffers)
 
-    def _acquire(self, key: Hashable, least: int, new_cache: Callable[[int], LookaheadCache]) -> Buffers:
-        """Pooled buffers with a cache of at least so many slots, emptied, or new ones."""
+    def _pooled(self, key: Hashable, least: int, most: float) -> Buffers | None:
+        """Buffers from the pool, emptied; None if none fit, with room for new ones."""
         if key is None:
-            return Buffers(None, new_cache(least))
+            return None
         with _lock:
             pool = _pool.of(self._model)
-            fitting = [each for each in pool if each.key == key and least <= each.cache.capacity <= self._most]
-            found = min(fitting, key=lambda each: each.cache.capacity, default=None)
-            if found is None:
-                # Make room for a new cache, which takes about as many bytes per slot as the pooled ones.
-                slot_bytes = max((buffers.cache.num_bytes // buffers.cache.capacity for buffers in pool), default=0)
+            fitting = [each for each in pool if each.key == key and least <= each.cache.capacity <= most]
+            if not fitting:
+                # A new cache takes about as many bytes per slot as the pooled ones.
+                slot_bytes = max((num_bytes_of(each.cache) // each.cache.capacity for each in pool), default=0)
                 _trim(pool, kept_bytes(self._model.device) - least * slot_bytes)
-            else:
-                pool.remove(found)
-        if found is None:
-            return Buffers(key, new_cache(least))
+                return None
+            found = max(fitting, key=lambda each: each.cache.capacity)
+            pool.remove(found)
         if found.released is not None:  # this call may use another stream than the last one
             torch.cuda.current_stream(self._model.device).wait_event(found.released)
-        found.cache.clear()
+        empty(found.cache)
         return found
+
+
+def num_bytes_of(cache: LookaheadCache) -> int:
+    """Bytes of all allocated keys and values."""
+    return sum(storage.data.nbytes for storage in cache.storages)
+
+
+def empty(cache: LookaheadCache) -> None:
+    """Remove all tokens but keep the memory, for another call with the same batch size."""
+    for storage in cache.storages:
+        storage.data.zero_()  # an earlier call may have left non-finite values
+    for layer in cache.slot_layers:
+        layer.prefilled = 0
+    cache.lengths, cache.slots, cache.in_block = [], None, False
 
 
 def padded_capacity(num_slots: int) -> int:
@@ -150,7 +144,6 @@ def release(model: PreTrainedModel, buffers: Buffers) -> None:
     buffers.end_call()
     if not buffers.is_kept:
         return
-    _captured_rows.of(model).add(buffers.cache.num_rows)
     room = kept_bytes(model.device)
     if buffers.num_bytes > room:
         return
@@ -160,11 +153,6 @@ def release(model: PreTrainedModel, buffers: Buffers) -> None:
         pool = _pool.of(model)
         pool.append(buffers)
         _trim(pool, room)
-
-
-def has_captured(model: PreTrainedModel, num_rows: int) -> bool:
-    """Whether an earlier call of num_rows rows has captured graphs. Depends on the calls so far, not on time."""
-    return num_rows in _captured_rows.of(model)
 
 
 def _trim(pool: list[Buffers], room: int) -> None:

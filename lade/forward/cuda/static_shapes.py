@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lade.block.kv_cache import LookaheadCache
+from lade.block.kv_cache import LookaheadCache, least_capacity
 from lade.block.mask import Block
 from lade.common.state import PerModel
 from lade.common.tolerance import logits_error
 from lade.common.trial import NotUsed, Trial
 from lade.config import LookaheadConfig
 from lade.forward.base import BlockCall, can_capture
-from lade.forward.cuda.buffer_pool import Buffers, CallBuffers, has_captured, padded_capacity
+from lade.forward.cuda.buffer_pool import Buffers, CallBuffers, padded_capacity
 from lade.forward.cuda.fingerprint import fingerprint, numerics
 from lade.forward.cuda.graphs import capture
 from lade.forward.cuda.kernel_path import KernelPath
@@ -86,7 +86,9 @@ def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int,
     """
     if not can_capture(model.device):
         return "CUDA graphs need a model on a CUDA device"
+    trials, num_asked = _trials.of(model), num_new
     if config.cuda_graph:
+        trials.num_asked[num_rows] += MIN_NEW_TOKENS  # shorter calls use what is captured
         return None
     if not is_proven(model.device, "graph"):
         return UNPROVEN
@@ -94,11 +96,10 @@ def graph_refusal(config: LookaheadConfig, model: PreTrainedModel, num_new: int,
         return "the model is split over several processes, one of which might fail to capture (CUDA_GRAPH=1 tries it)"
     if num_new < 2:
         return "a call for one token has no blocks"
-    trials, num_asked = _trials.of(model), num_new
     if not config.deterministic:  # with DETERMINISTIC=1 a text must not depend on earlier calls
         trials.num_asked[num_rows] += num_new
         num_asked = trials.num_asked[num_rows]
-    if num_asked < MIN_NEW_TOKENS and (config.deterministic or not has_captured(model, num_rows)):
+    if num_asked < MIN_NEW_TOKENS:
         return f"capturing pays from {MIN_NEW_TOKENS} new tokens on, over all calls (CUDA_GRAPH=1 captures at once)"
     return trials.captured.reasons.get("forward")
 
@@ -123,7 +124,7 @@ class StaticPath(KernelPath):
         self.num_tokens = None if config.uses_window else self.adapter.num_tokens
         self.most_slots = most_captured_slots(config, uses_kernel)
         self.temperature, self.nan_column = 1.0, 0  # of the summary, known after the prompt
-        self._buffers = CallBuffers(self.adapter.model, uses_kernel)
+        self._buffers = CallBuffers(self.adapter.model)
         self._summary_at: StaticInputs | None = None  # where the summary of the latest block arrives
 
     @property
@@ -153,7 +154,9 @@ class StaticPath(KernelPath):
             device = adapter.model.device
             code = (model.dtype, model.config._attn_implementation, self.compiles, fingerprint(adapter.model))
             key = (self.call.num_rows, repr(adapter.attention_spans), self.num_tokens, device, numerics(device), *code)
-        return self._buffers.begin(key, num_slots, most_slots, adapter.make_cache)
+        least, most = (padded_capacity(least_capacity(count)) for count in (num_slots, max(num_slots, most_slots)))
+        # With the kernel a block reads what the text has, whatever the capacity.
+        return self._buffers.begin(key, least, inf if self.uses_kernel else most, adapter.make_cache)
 
     def use_summaries(self, nan_column: int | None, temperature: float) -> None:
         self.nan_column, self.temperature = nan_column or 0, temperature
