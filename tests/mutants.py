@@ -103,7 +103,7 @@ MUTANTS = [
     mutant("cache: growing loses what was there", "block/kv_cache.py",
            "data[:, :, :, :old] = self.data", "data[:, :, :, : old - 1] = self.data[:, :, :, :-1]",
            "kv_cache.py::test_growth_keeps_what_is_committed"),
-    mutant("cache: an earlier call's values stay", "block/kv_cache.py",
+    mutant("cache: an earlier call's values stay", "forward/cuda/buffer_pool.py",
            "storage.data.zero_()", "storage.data.nan_to_num_(0.0, 0.0, 0.0) if False else None",
            "static_shapes.py::test_what_a_call_leaves_in_a_cache_is_gone"),
     # Values that are no numbers.
