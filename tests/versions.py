@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 OLDER = ("5.8", "5.12", "5.18")
 # Exactness, the contract with generate(), and the names that lade uses: a few minutes on one core.
-CORE = ("compat", "augment", "kv_cache", "exactness", "contract", "fuzz", "recurrent")
+CORE = ("compat", "augment", "kv_cache", "exactness", "contract", "fuzz", "reasons", "recurrent")
 LEFT_TO_PIP = ("transformers", "tokenizers", "-e")
 
 
