@@ -196,6 +196,16 @@ def test_a_short_call_has_what_a_long_one_has_captured(mode, model, on_cuda):
 
 
 @MODES
+def test_a_short_call_has_what_was_asked_for(mode, model, on_cuda):
+    """As after a warm-up, which captures at once."""
+    lade.config_lade(MODE=mode)
+    assert run(model, max_new_tokens=12).captured_steps == 0
+    with lade.enabled(CUDA_GRAPH=1):
+        run(model, max_new_tokens=12)
+    assert run(model, max_new_tokens=12).captured_steps > 0
+
+
+@MODES
 def test_not_in_a_long_cache_without_the_kernel(mode, model, on_cuda, kernel, monkeypatch):
     """Neither from the beginning nor when the cache grows. With the kernel a block reads what the text has."""
     monkeypatch.setattr(fixed, "MOST_SLOTS_WITHOUT_KERNEL", 256)

@@ -305,6 +305,20 @@ def test_a_graph_of_a_cache_that_has_grown(model, graphs, small_caches):
         assert len(graphs) == num_captured
 
 
+def test_with_the_kernel_a_short_call_takes_a_large_cache(model, graphs, small_caches):
+    lade.config_lade(USE_FLASH=1)
+    for max_new_tokens in (80, 10):
+        assert check_captured(model, max_new_tokens=max_new_tokens).used_kernel
+    assert len(graphs) == 2  # 64 and 128 slots
+
+
+def test_a_deterministic_call_begins_in_a_cache_of_its_own_size(model, graphs, small_caches):
+    check_captured(model, max_new_tokens=80)
+    lade.config_lade(DETERMINISTIC=1)
+    check_captured(model, max_new_tokens=80)
+    assert len(graphs) == 4  # 64 and 128 slots, twice
+
+
 def test_a_cache_that_grows_behind_the_last_graph(model, graphs, small_caches, monkeypatch):
     """Blocks of the ordinary forward need more slots: what reads the old storage is not kept."""
 

@@ -75,7 +75,7 @@ def unsupported_call(request: Request) -> str | None:
     if torch.is_grad_enabled():
         return "gradients are being recorded"
     if config.output_attentions or config.output_hidden_states:
-        return "attentions and hidden states are returned as forwards of single tokens compute them"
+        return "output_attentions and output_hidden_states ask for what forwards of single tokens compute"
     if config.prefill_chunk_size:
         if request.cached_length > 0:
             return "prefill_chunk_size on a cache that is not empty is handled differently by versions of transformers"

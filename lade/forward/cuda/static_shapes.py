@@ -155,6 +155,8 @@ class StaticPath(KernelPath):
             code = (model.dtype, model.config._attn_implementation, self.compiles, fingerprint(adapter.model))
             key = (self.call.num_rows, repr(adapter.attention_spans), self.num_tokens, device, numerics(device), *code)
         least, most = (padded_capacity(least_capacity(count)) for count in (num_slots, max(num_slots, most_slots)))
+        if self.call.config.deterministic:  # earlier calls must not decide how much a block reads, nor its rounding
+            most = least
         # With the kernel a block reads what the text has, whatever the capacity.
         return self._buffers.begin(key, least, inf if self.uses_kernel else most, adapter.make_cache)
 
