@@ -26,7 +26,7 @@ from lade import models
 from lade.block.kv_cache import cache_arguments
 from lade.forward.base import BlockCall, path_for
 from lade.models import adapter_for
-from lade.models.recurrent import RecurrentAdapter
+from lade.models.chains import ChainAdapter
 
 ROWS = (1, 2, 4, 8, 16)
 SIZES = """
@@ -81,7 +81,7 @@ def said_to_prompt_lookup(model: Any) -> str | None:
 @contextmanager
 def known_to_lade() -> Iterator[None]:
     """No self-check, which sees no effect of states beside embeddings as large as these."""
-    models.register_adapter(Qwen3_5TextConfig.model_type, RecurrentAdapter)
+    models.register_adapter(Qwen3_5TextConfig.model_type, ChainAdapter)
     try:
         yield
     finally:

@@ -70,7 +70,7 @@ def filled_cache(path: ForwardPath, context: int, room: int, batch_size: int) ->
         chunk = ids[:, start : start + PREFILL_CHUNK]
         places = torch.arange(start, start + chunk.shape[1], device=device)[None]
         arguments: dict[str, Any] = {"position_ids": places} if adapter.takes_positions else {}
-        adapter.prompt_model(input_ids=chunk, **cache_arguments(cache), **arguments)
+        adapter.model(input_ids=chunk, **cache_arguments(cache), **arguments)
     cache.end_prefill(batch_size)
     return cache
 

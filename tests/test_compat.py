@@ -23,7 +23,6 @@ from transformers import GenerationMixin, Phi3Config, Phi3ForCausalLM
 import lade
 from lade.common import compat, notices
 from lade.common import version as version_of_lade
-from lade.models import adapter_for, needs_self_check
 
 PACKAGES = ("transformers", "torch.nn.modules.module")
 
@@ -196,18 +195,6 @@ def test_rotary_frequencies_that_the_configuration_does_not_tell_are_refused(lad
     rename("rope_parameters", "rope_settings")
     vars(model.config)["rope_settings"] = vars(model.config).pop("rope_parameters")
     compare(model, prompt(40), reason="its configuration does not say", max_new_tokens=24)
-
-
-def test_a_family_with_an_adapter_of_its_own_is_tried_out_on_an_untested_version(lade_on, monkeypatch, rename):
-    """Such adapters reach into the family's modules, whose names the table cannot check."""
-    model = named("mpt").build()
-    assert not needs_self_check(adapter_for(model))
-    monkeypatch.setattr("transformers.__version__", "5.99.0")
-    assert needs_self_check(adapter_for(model))
-    assert not needs_self_check(adapter_for(tiny_llama()))
-    compare(model, max_new_tokens=16)
-    rename("build_mpt_alibi_tensor", "build_biases")  # which the adapter replaces
-    compare(named("mpt").build(), reason="build_mpt_alibi_tensor", max_new_tokens=16)
 
 
 def private_names(tree):

@@ -106,7 +106,7 @@ def check_bytes(found):
             assert first["generated"] - 1 <= num_kept < first["generated"] + level
 
 
-FEW_FAMILIES = ["bloom", "gemma3_text", "deepseek_v2", "lfm2"]
+FEW_FAMILIES = ["bloom", "gemma3_text", "deepseek_v2"]
 
 
 @pytest.mark.parametrize("names", [FEW_FAMILIES, pytest.param(None, marks=pytest.mark.long)], ids=["few", "all"])
@@ -117,7 +117,7 @@ def test_other_families(lade_on, names):
     falls_back = ("phi3-longrope-across", "doge", "doge-window")
     for (name, *case), (is_same, reason) in first.items():
         assert is_same, (name, case)
-        assert reason is None or name in falls_back, (name, reason)
+        assert reason in (None, "processes cannot share chains of guesses") or name in falls_back, (name, reason)
 
 
 def test_keys_of_any_type_travel_as_bytes():

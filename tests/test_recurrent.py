@@ -362,14 +362,14 @@ def test_what_is_not_served(lade_on, name, make, reason):
 def test_several_processes(monkeypatch):
     adapter = adapter_for(built("qwen3_next"))
     request = SimpleNamespace(cache=DynamicCache(config=adapter.config))
-    monkeypatch.setattr("lade.models.recurrent.current_config", lambda: SimpleNamespace(num_workers=2))
+    monkeypatch.setattr("lade.models.chains.current_config", lambda: SimpleNamespace(num_workers=2))
     assert "processes cannot share" in adapter.unsupported_request(request)
 
 
 @pytest.mark.parametrize("name", ["jamba", "zamba2"])
 def test_states_that_blocks_leave_otherwise(lade_on, monkeypatch, name):
     """Jamba's forward of several tokens begins from zero; Zamba2's limits time steps, which single steps do not."""
-    monkeypatch.setattr("lade.models.recurrent.has_limit", lambda part: False)
+    monkeypatch.setattr("lade.models.chains.has_limit", lambda part: False)
     compare(built(name), prompts(), "recurrent state", max_new_tokens=6, do_sample=False)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -74,21 +75,38 @@ def test_a_pad_id_that_is_no_token(model, pad):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_alibi_with_a_static_cache(batch_size):
+def test_chains_with_a_static_cache(batch_size):
     inputs, static = prompt(24, batch_size), {"cache_implementation": "static", "max_new_tokens": 12}
-    assert assert_same(built("falcon-alibi"), inputs, "static cache", **static) is RuntimeError
-    assert_same(built("bloom"), inputs, None, **static)
-    assert_same(built("falcon"), inputs, None, **static)
+    assert assert_same(built("falcon-alibi"), inputs, "StaticCache", **static) is RuntimeError
+    assert_same(built("bloom"), inputs, "StaticCache", **static)
+
+
+@pytest.mark.parametrize("name", ["bloom", "llama4_text"])
+def test_a_callers_cache_of_a_model_without_a_state(name):
+    """It has no layers at first, and keeps whole texts; the second turn goes on where the first one ended."""
+    model, inputs = built(name, torch.float32), prompt(24)
+    texts = []
+    for run in (partial(generate_plain, model), lambda inputs, **arguments: model.generate(**inputs, **arguments)):
+        cache = DynamicCache()
+        first = run(inputs, past_key_values=cache, max_new_tokens=16)
+        more = torch.cat([first, prompt(8, seed=1)["input_ids"]], dim=1)
+        more = {"input_ids": more, "attention_mask": torch.ones_like(more)}
+        texts.append(run(more, past_key_values=cache, max_new_tokens=16))
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    assert max(stats.block_tokens) > 1
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize(("name", "size"), [("mpt", "max_seq_len"), ("gpt_neo", "max_position_embeddings")])
 def test_texts_longer_than_the_code_has_room_for(name, size):
-    model = built(name, torch.float32, **{size: 40})
+    model = built(name, torch.float32, **{size: 40 + (more := lade.current_config().max_block_tokens)})
     padded = prompt(24, 2)
     padded["attention_mask"][:, :10] = 0  # positions stay below the table's end, slots do not
     for inputs in (prompt(24), prompt(24, 2), padded):
         assert_same(model, inputs, None, max_new_tokens=17)
-        assert isinstance(assert_same(model, inputs, "no room", max_new_tokens=18), type)
+        assert_same(model, inputs, "no room", max_new_tokens=18)
+        assert isinstance(assert_same(model, inputs, "no room", max_new_tokens=18 + more), type)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "opt"])
@@ -168,7 +186,7 @@ def test_masks_and_positions_that_are_no_counts(model):
 
 @pytest.mark.parametrize(
     ("name", "batch_size"),
-    [("gpt2", 1), ("gpt2", 3), ("gptj", 3), ("codegen", 1), ("gpt_bigcode", 3), ("gpt_neo", 1)],
+    [("gpt2", 1), ("gpt2", 3), ("gptj", 3), ("codegen", 1), ("gpt_bigcode", 3)],
 )
 def test_token_types(name, batch_size):
     """Plain generate() goes on with the last type of each prompt."""
@@ -228,17 +246,18 @@ def test_an_encoder_as_a_language_model_keeps_no_cache():
 
 @pytest.mark.parametrize("name", ["lfm2", "gemma2"])
 def test_returned_caches_of_windows_and_convolutions(name):
-    """A convolution's state is not lade's to fill in; a window's keys are."""
+    """A convolution's state and a window's keys."""
     model = built(name, torch.float32)
     arguments = {"max_new_tokens": 12, "return_dict_in_generate": True}
     expected = generate_plain(model, prompt(), **arguments)
     found = model.generate(**prompt(), **arguments)
-    reason = lade.last_stats().fallback_reason
-    assert ("LinearAttentionLayer" in reason) if name == "lfm2" else reason is None
+    stats = lade.last_stats()
+    assert stats.fallback_reason is None
+    assert max(stats.block_tokens) > 1
     assert torch.equal(found.sequences, expected.sequences)
     for ours, plain in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
-        if hasattr(plain, "keys"):
-            torch.testing.assert_close(ours.keys, plain.keys, atol=1e-4, rtol=0)
+        kept = (ours.keys, plain.keys) if hasattr(plain, "keys") else (ours.conv_states[0], plain.conv_states[0])
+        torch.testing.assert_close(*kept, atol=1e-4, rtol=0)
 
 
 def test_a_cache_without_layers_is_refused_where_the_model_needs_some():

@@ -166,7 +166,7 @@ def test_failure_is_told_once_and_costs_nothing_more(backend, reason, model, mon
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: tiny(BloomForCausalLM, BloomConfig), "this family's blocks run on changed modules of the model"),
+        (lambda: tiny(BloomForCausalLM, BloomConfig), "this family's blocks have masks or modules of their own"),
         (lambda: tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rotary frequ"),
     ],
     ids=["view", "rope"],

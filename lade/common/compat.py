@@ -262,10 +262,3 @@ def logits_processors(names: str) -> frozenset[Any]:
     """
     found = vars(logits_process)
     return frozenset(found[name] for name in names.split() if name in found)
-
-
-def falcon_alibi(*args: Any) -> Any:
-    """Falcon's `build_alibi_tensor`, imported when used."""
-    from transformers.models.falcon.modeling_falcon import build_alibi_tensor
-
-    return build_alibi_tensor(*args)

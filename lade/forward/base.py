@@ -73,7 +73,7 @@ class ForwardPath:
     @property
     def prompt_model(self) -> Any:
         """The model that runs the prompt."""
-        return self.adapter.prompt_model
+        return self.adapter.model
 
     def take_cache(self, most_slots: int) -> LookaheadCache:
         """An empty cache for the call. most_slots: the most that it may need."""

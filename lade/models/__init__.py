@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import transformers
 from transformers import PreTrainedModel
 
-from lade.common.version import is_newer_than_tested
-from lade.models.alibi import BloomAdapter, FalconAdapter, MptAdapter
 from lade.models.base import ModelAdapter
+from lade.models.chains import ChainAdapter
 from lade.models.declared import DogeAdapter, GemmaVisionAdapter, GPT2Adapter, QwenVisionAdapter, XGLMAdapter
 from lade.models.foreign import allow_hook
-from lade.models.gpt_neo import GPTNeoAdapter
-from lade.models.lfm2 import Lfm2Adapter
 from lade.models.llama import LlamaAdapter
-from lade.models.llama4 import Llama4Adapter
 from lade.models.phi3 import Phi3Adapter
-from lade.models.recurrent import RecurrentAdapter
 
 __all__ = ["LlamaAdapter", "ModelAdapter", "adapter_for", "allow_hook", "needs_self_check", "register_adapter"]
 
 # Model types that need an adapter of their own.
 ADAPTERS: dict[type[ModelAdapter], str] = {
-    BloomAdapter: "bloom",
+    ChainAdapter: "bloom falcon gpt_neo llama4 llama4_text mpt",
     DogeAdapter: "doge",
-    FalconAdapter: "falcon",
     GemmaVisionAdapter: "gemma3 gemma4",
     GPT2Adapter: "codegen gpt2 gpt_bigcode gptj",
-    GPTNeoAdapter: "gpt_neo",
-    Lfm2Adapter: "lfm2 lfm2_moe lfm2_vl lfm3",
     LlamaAdapter: """
         arcee aria_text cwm dots1 gemma hy_v3 jais2 llama ministral mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
         solar_open starcoder2
     """,
-    Llama4Adapter: "llama4 llama4_text",
-    MptAdapter: "mpt",
     Phi3Adapter: "phi3 phimoe",
     QwenVisionAdapter: "glm4v qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe",
     XGLMAdapter: "xglm",
@@ -53,7 +42,7 @@ REGULAR = frozenset(
 )
 
 # Layer types that take chains of guesses in models that are not marked as stateful.
-CHAIN_LAYERS = frozenset({"hybrid", "hybrid_sliding", "indexed_attention", "linear_attention"})
+CHAIN_LAYERS = frozenset({"conv", "hybrid", "hybrid_sliding", "indexed_attention", "linear_attention"})
 
 _adapters: dict[str, type[ModelAdapter]] = dict.fromkeys(REGULAR, ModelAdapter)
 _adapters |= {model_type: adapter for adapter, types in ADAPTERS.items() for model_type in types.split()}
@@ -84,7 +73,7 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     kind = _adapters.get(model_type) if is_of_family else None
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     takes_chains = model._is_stateful or not CHAIN_LAYERS.isdisjoint(layer_types)
-    return (kind or (RecurrentAdapter if takes_chains else ModelAdapter))(model)
+    return (kind or (ChainAdapter if takes_chains else ModelAdapter))(model)
 
 
 def needs_self_check(adapter: ModelAdapter) -> bool:
@@ -92,13 +81,11 @@ def needs_self_check(adapter: ModelAdapter) -> bool:
 
     Not needed for a known family that runs code of transformers alone, nor for a model type registered by the user.
     Foreign functions and hooks always need one: registering an adapter vouches for a family's classes, not for later
-    changes to a model. Adapters with their own shadow model depend on module internals, so they need one on untested
-    transformers versions.
+    changes to a model.
     """
     code, model_type = adapter.code, adapter.model.config.model_type
     if code.functions or code.hooks:
         return True
     if model_type in _vouched_for:
         return False
-    is_new = adapter.has_own_blocks and is_newer_than_tested(transformers.__version__)
-    return is_new or model_type not in _adapters or bool(code.classes)
+    return model_type not in _adapters or bool(code.classes)

@@ -17,7 +17,6 @@ from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMP
 from lade.common.request import Request
 from lade.common.tolerance import has_exact_products
 from lade.models.attention_spans import LAYER_SPANS, declares_layer_types, layer_spans
-from lade.models.compiled import can_pass_by, compiled_reason
 from lade.models.foreign import Code, code_of
 from lade.models.reasons import calling_reason, rounding_reason
 from lade.models.ropes import is_moving, is_moving_rope, rope_settings
@@ -59,10 +58,9 @@ class ModelAdapter:
         return (
             self.unsupported_layers()
             or self.unsupported_attention()
-            or compiled_reason(self.unusual_parts)
             or rounding_reason(self.parts)
             or calling_reason(model, self.safe_hooks, self.cache_name)
-            or self.code.hook_reason
+            or self.code.reason
         )
 
     def unsupported_attention(self) -> str | None:
@@ -292,17 +290,10 @@ class ModelAdapter:
         return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
     @cached_property
-    def prompt_model(self) -> Any:
-        """The model that runs the prompt, and blocks that need no other: the user's, or an uncompiled shadow model
-        where that is compiled, since each shape would recompile it.
-        """
-        return shadow_model(self.model) if any(can_pass_by(part) for part in self.unusual_parts) else self.model
-
-    @cached_property
     def block_model(self) -> Any:
         """The model that runs the blocks: the user's, or a shadow model of it."""
         if not self.needs_shadow:
-            return self.prompt_model
+            return self.model
         own, attention = self.config._attn_implementation, self._masked_attention
         shadow = shadow_model(self.model, attention=None if attention == own else attention)
         self.change_shadow(shadow)
@@ -346,15 +337,6 @@ class ModelAdapter:
     def parts(self) -> tuple[nn.Module, ...]:
         """The model and all modules in it."""
         return tuple(self.model.modules())
-
-    @cached_property
-    def unusual_parts(self) -> list[nn.Module]:
-        """The modules in training mode, or with a replaced or compiled forward."""
-        return [
-            part
-            for part in self.parts
-            if part.training or "forward" in (own := part.__dict__) or own.get("_compiled_call_impl") is not None
-        ]
 
     @cached_property
     def cache_layers(self) -> list[Any]:

@@ -32,7 +32,6 @@ from lade.common.compat import (
     function_modes,
     sdpa_attention_forward,
 )
-from lade.models.compiled import can_pass_by
 
 T = TypeVar("T")
 MIXES_TOKENS = "torch.nn.modules.transformer"  # torch's own modules whose result for a token depends on later ones
@@ -49,6 +48,10 @@ STOCK = {"attention sdpa": sdpa_attention_forward}
 EAGER = "eager_attention_forward"  # the global in each modeling file that "eager" refers to
 PLAIN = (bool, int, float, str, type(None))
 IN_PYTHON = (types.FunctionType, types.MethodType)
+OF_DYNAMO = "_torchdynamo_orig_callable"  # an attribute of what torch.compile returns
+COMPILED = (
+    "parts of the model are compiled, and each shape of a block would be compiled anew; uncompiled, lookahead runs"
+)
 MOST_COMPARED = 1 << 13  # elements of a foreign module's tensor whose values are compared from call to call
 
 
@@ -61,7 +64,7 @@ class Code:
     functions: tuple[Hashable, ...]  # foreign replacements of a forward or an attention
     hooks: tuple[Hashable, ...]  # foreign hooks
     names: tuple[str, ...]  # of these functions and hooks, for messages
-    hook_reason: str | None  # why a hook, a mode of torch, or a forward on a module rules out blocks, as a sentence
+    reason: str | None  # why a hook, a mode of torch, or a module's own forward rules out blocks, as a sentence
     is_patched: bool  # some module's forward is replaced (patched or dispatched)
     is_hooked: bool  # there are modes of torch, or hooks besides transformers' own, which only record requested outputs
     has_plain_weights: bool  # all are plain `nn.Parameter`: none quantized or distributed
@@ -84,7 +87,7 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     hooks: list[tuple[Any, ...]] = []  # (place, kind, hook)
     known: dict[type[nn.Module], tuple[Hashable, ...] | None] = {}  # each class is examined once: its key if foreign
     lora: set[type[nn.Module]] = set()
-    is_patched, has_plain_weights = False, True
+    is_patched, is_compiled, has_plain_weights = False, False, True
     for place, part in enumerate(parts):
         kind, own = type(part), vars(part)
         if kind not in known:
@@ -104,8 +107,8 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
             forwards.append((place, own["forward"]))
             if "_hf_hook" in own:  # accelerate's wrapper of a forward runs it
                 hooks.extend((place, "", hook) for hook in _single_hooks(own["_hf_hook"]))
-        if "forward" in own or own.get("_compiled_call_impl") is not None:
-            is_patched |= not can_pass_by(part)  # a shadow model runs what torch has compiled as it was before
+        is_patched |= "forward" in own
+        is_compiled |= own.get("_compiled_call_impl") is not None or hasattr(own.get("forward"), OF_DYNAMO)
         for name in ("_forward_hooks", "_forward_pre_hooks"):
             if own[name]:
                 hooks.extend((place, name, hook) for hook in own[name].values())
@@ -121,14 +124,15 @@ def code_of(parts: Iterable[nn.Module], attentions: Collection[str | None]) -> C
     refused = [f"the hook {name_of(hook)}" for *_, hook in foreign if not _may_run(hook)]
     refused += [f"{name_of(each)}, put in place of a forward," for _, each in forwards if not _may_run(each)]
     sees, modes = "would see guesses that are rejected", torch_modes()
-    reasons = [f"{each} {sees}; lade.allow_hook() lets it" for each in refused]
+    reasons = [COMPILED] if is_compiled else []
+    reasons += [f"{each} {sees}; lade.allow_hook() lets it" for each in refused]
     reasons += [f"the mode {name_of(mode)} {sees}" for mode in modes if not is_written_by(AUTHORS, mode)]
     return Code(
         classes=tuple(classes),
         functions=tuple((*where, key_of(each), _allowed.get(key_of(each))) for *where, each in functions),
         hooks=tuple((*where, key_of(hook), _allowed.get(key_of(hook))) for *where, hook in foreign),
         names=tuple(dict.fromkeys(name_of(each[-1]) for each in (*functions, *foreign))),
-        hook_reason=next(iter(reasons), None),
+        reason=next(iter(reasons), None),
         is_patched=is_patched,
         is_hooked=bool(modes) or not all(is_written_by(TRANSFORMERS, each[-1]) for each in hooks),
         has_plain_weights=has_plain_weights,

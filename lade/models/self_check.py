@@ -62,7 +62,7 @@ def self_check_reason(request: Request, adapter: ModelAdapter) -> str | None:
         adapter.config._attn_implementation,
         adapter.dtype,
         sizes,
-        any(part.training for part in adapter.unusual_parts),
+        any(part.training for part in adapter.parts),
     )
     trial, key = _trials.of(adapter.model), (length, *kind)
     has_passed = any(trial.is_over((longer, *kind)) for longer in LENGTHS if longer >= length)
@@ -235,7 +235,7 @@ class TrialRun:
         adapter, count = self.adapter, self._prefix.shape[1]
         self._cache, self._num_done = adapter.make_cache(count + self.largest_block + 16), 0
         arguments = self._masks | ({"position_ids": self._places} if adapter.takes_positions else {})
-        adapter.prompt_model(input_ids=self._prefix, **cache_arguments(self._cache, adapter.cache_name), **arguments)
+        adapter.model(input_ids=self._prefix, **cache_arguments(self._cache, adapter.cache_name), **arguments)
         self._cache.end_prefill(self._num_rows)
 
     def difference(self, tokens: list[Tensor], offsets: list[int], visible: Tensor, rows: list[int]) -> float:

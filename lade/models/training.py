@@ -21,7 +21,7 @@ TEXTS = ((3, 4, 5), (3, 6, 7))  # ids: the first one's logits must not depend on
 
 def failed_in_training(request: Request, adapter: ModelAdapter) -> str | None:
     """Models in training mode, or with modules in it, whose blocks may compute something else there."""
-    if not any(part.training for part in adapter.unusual_parts):
+    if not any(part.training for part in adapter.parts):
         return None
     if request.synced_gpus:
         return "a model in training mode is tried out first, in which other processes would have to take part"
@@ -34,7 +34,7 @@ def training_reason(adapter: ModelAdapter) -> str | None:
     weights = [weight.device for weight in adapter.model.parameters()]
     devices = {torch.device("cpu"), *(device for device in weights if device.type in READABLE)}
     ids = torch.tensor(TEXTS, device=adapter.model.get_input_embeddings().weight.device) % adapter.num_tokens
-    if any(getattr(part, name, False) for part in adapter.unusual_parts if part.training for name in CHECKPOINTING):
+    if any(getattr(part, name, False) for part in adapter.parts if part.training for name in CHECKPOINTING):
         return "gradient checkpointing is on in training mode, where transformers keeps no cache"
     logits = []
     try:
@@ -42,7 +42,7 @@ def training_reason(adapter: ModelAdapter) -> str | None:
             before = {device: generator_state(device) for device in devices}
             for text in ids:
                 cache = adapter.make_cache(len(text))
-                outputs = adapter.prompt_model(input_ids=text[None], **cache_arguments(cache))
+                outputs = adapter.model(input_ids=text[None], **cache_arguments(cache))
                 logits.append(outputs.logits[0, 0])
             is_random = not all(torch.equal(generator_state(device), before[device]) for device in devices)
     except Exception as problem:  # foreign code may raise anything

@@ -36,10 +36,9 @@ class CpuPath(ForwardPath):
     @cached_property
     def prompt_model(self) -> Any:
         """Packed as well, where torch's own product of the prompt takes longer."""
-        model = self.adapter.prompt_model
         if self.packing is None or not self.packing.serves_prompt:
-            return model
-        shadow = shadow_model(model)
+            return super().prompt_model
+        shadow = shadow_model(self.adapter.model)
         pack_layers(shadow, self.packing)
         return shadow
 

@@ -87,7 +87,7 @@ def kernel_refusal(call: BlockCall, is_captured: bool) -> tuple[str | None, Tens
 def changed_attention(adapter: ModelAdapter) -> str | None:
     """Why the model's attention can be neither replaced, compiled nor captured, as a sentence; None if it can."""
     if adapter.has_own_blocks:
-        return "this family's blocks run on changed modules of the model"
+        return "this family's blocks have masks or modules of their own"
     if adapter.code.is_patched:
         return "the model is dispatched or patched"
     return "the model's attention is not transformers' own" if adapter.code.functions else None

@@ -1,8 +1,9 @@
-"""Models that take chains of guesses: their layers keep a state from token to token (Mamba-2, gated delta rules, their
-mixtures with attention), or each query selects the keys that it attends to.
+"""Models that take chains of guesses: their layers keep a state from token to token (Mamba-2, gated delta rules, short
+convolutions, their mixtures with attention), each query selects the keys that it attends to, or their code counts the
+slots of the cache (ALiBi, attention temperature).
 
 A block is a chain of guesses, so the model's own masks serve it, and its forward continues from the states as it does
-from a prompt in pieces. Whether it really does, the self-check finds out.
+from a prompt in pieces. Whether it really does, the self-check finds out where transformers' code is not known.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers import DynamicCache
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import EVERYWHERE, AttentionSpan, Block
-from lade.common.compat import CACHE_NAME
+from lade.common.compat import CACHE_NAME, PLAIN_LAYERS
 from lade.common.request import Request
 from lade.models.base import ModelAdapter
 from lade.models.declared import QwenVisionAdapter
@@ -26,7 +27,10 @@ from lade.switch import current_config
 
 # Model types whose own prepare_inputs_for_generation changes nothing for blocks: it says how many rows the prompt's
 # logits have, or leaves out a mask that a token without padding does not need.
-HOOKS_OF_PROMPTS = frozenset({"bamba", "falcon_h1", "mamba2", "nemotron_h", "zamba2"})
+HOOKS_OF_PROMPTS = frozenset({"bamba", "bloom", "falcon_h1", "mamba2", "nemotron_h", "zamba2"})
+# By model type, the setting that says for how many slots the code of its attention has room, guesses
+# included.
+MOST_SLOTS = {"gpt_neo": "max_position_embeddings", "mpt": "max_seq_len"}
 # Model types with Qwen's image encoder.
 WITH_PICTURES = frozenset({"glm5_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp"})
 NO_LIMIT = (0.0, float("inf"))  # of a time step
@@ -58,7 +62,7 @@ def stepping(kind: type) -> type | None:
     return type(kind.__name__, (kind,), {"forward": changed})
 
 
-class RecurrentAdapter(ModelAdapter):
+class ChainAdapter(ModelAdapter):
     takes_chains = True
     kept_layers = KEPT_LAYERS
 
@@ -85,12 +89,16 @@ class RecurrentAdapter(ModelAdapter):
     def unsupported_request(self, request: Request) -> str | None:
         if type(request.cache) is not DynamicCache:
             return f"a {type(request.cache).__name__} is left to the original code for a model that takes chains of guesses"
-        if [type(layer) for layer in request.cache.layers] != [type(layer) for layer in self.cache_layers]:
+        layers = [type(layer) for layer in request.cache.layers]
+        if self._has_states and layers != [type(layer) for layer in self.cache_layers]:
             return f"{CACHE_NAME} has other layers than the model's own cache"
         if any(getattr(layer, "record_past", False) for layer in request.cache.layers):
             return f"{CACHE_NAME} records past states"
         if current_config().num_workers > 1:
             return "processes cannot share chains of guesses"
+        mask = request.attention_mask
+        if mask is not None and not bool(((mask == 0) | (mask == 1)).all()):
+            return "attention_mask holds other numbers than 0 and 1, with which such models calculate"
         return super().unsupported_request(request)
 
     @cached_property
@@ -98,6 +106,15 @@ class RecurrentAdapter(ModelAdapter):
         """The narrowest, for checks of a call: the model makes its own masks."""
         windows = [layer.sliding_window for layer in self.cache_layers if getattr(layer, "is_sliding", False)]
         return AttentionSpan(window=min(windows)) if windows else EVERYWHERE
+
+    @property
+    def most_slots(self) -> int | None:
+        name = MOST_SLOTS.get(self.config.model_type)
+        return None if name is None else int(getattr(self.config, name)) - current_config().max_block_tokens
+
+    @cached_property
+    def _has_states(self) -> bool:
+        return any(type(layer) not in PLAIN_LAYERS for layer in self.cache_layers)
 
     @cached_property
     def _has_slots(self) -> bool:
@@ -127,7 +144,9 @@ class RecurrentAdapter(ModelAdapter):
                 part.chunk_size = SHORT_CHUNK
             part.__class__ = self._stepping.get(type(part), type(part))
 
-    def make_cache(self, capacity: int) -> RecurrentCache:
+    def make_cache(self, capacity: int) -> LookaheadCache:
+        if not self._has_states:
+            return super().make_cache(capacity)
         devices = set((getattr(self.model, "hf_device_map", None) or {}).values())
         return RecurrentCache(self.cache_layers, capacity, uniform=len(devices) <= 1)
 
@@ -139,5 +158,4 @@ class RecurrentAdapter(ModelAdapter):
         return torch.nn.functional.pad(block.key_mask, (0, num_more), value=True).long()
 
     def begin_block(self, block: Block, cache: LookaheadCache) -> Block:
-        assert isinstance(cache, RecurrentCache)
-        return super().begin_block(cache.with_waiting(block), cache)
+        return super().begin_block(cache.with_waiting(block) if isinstance(cache, RecurrentCache) else block, cache)
