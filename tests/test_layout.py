@@ -56,9 +56,7 @@ def test_layout_is_the_definition(ngram_size, window_size, num_tails):
     assert tokens == [7, *tree.tokens[0], *cells[0].tolist()]
 
 
-@pytest.mark.parametrize(
-    "span", [AttentionSpan(), AttentionSpan(window=3), AttentionSpan(window=50), AttentionSpan(chunk=4)], ids=str
-)
+@pytest.mark.parametrize("span", [AttentionSpan(), AttentionSpan(window=3), AttentionSpan(window=50)], ids=str)
 @pytest.mark.parametrize("lengths", [[3], [9], [5, 2], [4, 4], [11, 9]])
 @pytest.mark.parametrize("padded", [False, True])
 def test_mask_over_slots(lengths, padded, span):
@@ -74,7 +72,6 @@ def test_mask_over_slots(lengths, padded, span):
     mask = block_mask(block, torch.float32, span)
     assert mask.shape == (batch_size, 1, num_queries, max(lengths) + num_queries)
     for row, length in enumerate(lengths):
-        padding = 1 if padded and row == 0 else 0
         for query in range(num_queries):
             place = length + offsets[row, query].item()
             for slot in range(mask.shape[3]):
@@ -88,7 +85,5 @@ def test_mask_over_slots(lengths, padded, span):
                     expected = False
                 if span.window:
                     expected = expected and place - key_place < span.window
-                if span.chunk:
-                    expected = expected and (place - padding) // 4 == (key_place - padding) // 4
                 value = mask[row, 0, query, slot].item()
                 assert value == (0 if expected else torch.finfo(torch.float32).min)

@@ -66,10 +66,6 @@ class Block:
         slots = starts + torch.arange(self.offsets.shape[1], device=starts.device)
         return places.scatter_(1, slots, starts + self.offsets)
 
-    def padding(self) -> Tensor | int:
-        """Padding slots before each row's first token. Returns [B, 1], or 0 when there are none."""
-        return 0 if self.key_mask is None else (self.key_mask.cumsum(1) == 0).sum(1, keepdim=True)
-
     def to(self, device: torch.device) -> Block:
         """The same block with its tensors on another device."""
         if self.tokens.device == device:
@@ -82,25 +78,19 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpan:
-    """The positions a layer attends to: all, the last `window` positions, or the current chunk of `chunk` positions."""
+    """The positions a layer attends to: all, or the last `window` positions."""
 
     window: int | None = None
-    chunk: int | None = None
 
     def first_places(self, block: Block) -> Tensor | None:
         """The first position that each block token attends to, counted from the row's first slot.
 
         Returns [B, q], or None where nothing is out of reach.
         """
-        limit = self.window or self.chunk
         # No query's position exceeds the number of slots.
-        if limit is None or block.num_slots <= limit:
+        if self.window is None or block.num_slots <= self.window:
             return None
-        places = block.starts() + block.offsets
-        if self.window is not None:
-            return places - limit + 1
-        padding = block.padding()
-        return (places - padding) // limit * limit + padding
+        return block.starts() + block.offsets - self.window + 1
 
     def hides(self, block: Block) -> Tensor | None:
         """Slots outside the span. Returns [B, q, K] bool, or None where there are none."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, StaticCache
+from transformers import Cache, PreTrainedModel
 
 from lade.common.compat import CACHE_NAME, CALLERS_CACHE_MARK, MAMBA_CACHE_NAME, MASK_LENGTH
 
@@ -60,10 +60,6 @@ class Request:
         layers = getattr(self.cache, "layers", ())
         counts = self.cache is not None and (not layers or any(hasattr(layer, "get_seq_length") for layer in layers))
         return int(self.cache.get_seq_length()) if counts else 0
-
-    @property
-    def has_static_cache(self) -> bool:
-        return isinstance(self.cache, StaticCache)
 
     @property
     def prompt_length(self) -> int:

@@ -42,7 +42,9 @@ REGULAR = frozenset(
 )
 
 # Layer types that take chains of guesses in models that are not marked as stateful.
-CHAIN_LAYERS = frozenset({"conv", "hybrid", "hybrid_sliding", "indexed_attention", "linear_attention"})
+CHAIN_LAYERS = frozenset(
+    {"chunked_attention", "conv", "hybrid", "hybrid_sliding", "indexed_attention", "linear_attention"}
+)
 
 _adapters: dict[str, type[ModelAdapter]] = dict.fromkeys(REGULAR, ModelAdapter)
 _adapters |= {model_type: adapter for adapter, types in ADAPTERS.items() for model_type in types.split()}

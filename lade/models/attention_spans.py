@@ -11,7 +11,6 @@ from lade.block.mask import EVERYWHERE, AttentionSpan
 LAYER_SPANS = {
     "full_attention": lambda config: EVERYWHERE,
     "sliding_attention": lambda config: AttentionSpan(window=config.sliding_window),
-    "chunked_attention": lambda config: AttentionSpan(chunk=config.attention_chunk_size),
 }
 
 

@@ -94,7 +94,7 @@ class ModelAdapter:
                 return f"its cache has a {type(layer).__name__}, whose state cannot take a tree of guesses"
         spans = self.attention_spans  # raises where layers of one type differ
         for span in [spans] if isinstance(spans, AttentionSpan) else spans.values():
-            if span != EVERYWHERE and (span.window or span.chunk or 0) < 2:
+            if span != EVERYWHERE and (span.window or 0) < 2:
                 return "its windows have fewer than two tokens, for which transformers' cache keeps all keys"
         if self._sees_everything and any(getattr(layer, "is_sliding", False) for layer in self.cache_layers):
             return "its cache has a window or chunks, and its layers attend to the whole text"
@@ -142,7 +142,7 @@ class ModelAdapter:
 
     @property
     def _sees_everything(self) -> bool:
-        """Whether all layers attend to the whole text, with no window or chunks."""
+        """Whether all layers attend to the whole text, with no window."""
         return self.attention_spans in (EVERYWHERE, {"full_attention": EVERYWHERE})
 
     def _forgets_nan(self, attention_mask: Tensor | None) -> bool:

@@ -1,7 +1,7 @@
 """Block attention as an implementation in transformers' attention interface, named "lade_block".
 
 A shadow model is set to it for blocks. Their `attention_mask` is a packed mask (`pack_mask`) that includes
-the layer's window or chunk, since not all families pass these to attention. Soft cap and sinks come from the layer.
+the layer's window, since not all families pass these to attention. Soft cap and sinks come from the layer.
 Prompts use the model's own attention.
 """
 
