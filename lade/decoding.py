@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.block.kv_cache import LookaheadCache, slots_of_static
+from lade.block.kv_cache import MAX_WAITING, LookaheadCache
 from lade.block.layout import BlockLayout, block_layout
 from lade.block.mask import Block
 from lade.block.token_tree import BlockPart, TokenTree
@@ -132,7 +132,6 @@ class DecodingCall:
             )
         )
         self.cache = self.path.take_cache(prompt_length + num_new + config.max_block_tokens)
-        self.cache.most_slots = slots_of_static(self.callers_cache)
 
     def prefill(self) -> Tensor:
         """Run the prompt's forward. Returns logits [B, 1 or more, V]."""
@@ -142,8 +141,7 @@ class DecodingCall:
         model_kwargs[name] = self.cache
         outputs = self.model._prefill(request.input_ids, request.generation_config, model_kwargs)
         if (returned := getattr(outputs, name)) is not self.cache:  # the model replaced it during the prompt
-            most_slots, self.cache = self.cache.most_slots, self.adapter.make_cache(self.cache.capacity)
-            self.cache.most_slots = most_slots
+            self.cache = self.adapter.make_cache(self.cache.capacity)
             self.cache.adopt(returned)
         self.cache.end_prefill(len(request.input_ids))
         # Offset of positions from slots, [..., B or 1, 1], read once, so that no step waits.
@@ -168,8 +166,7 @@ class DecodingCall:
         """The drafter's guesses after each row's root."""
         limits = [
             self.adapter.max_guess_offset(max(self.cache.lengths) + self.max_position_offset),
-            self.cache.max_guess_offset(),
-            0 if self.nan_guard.has_tripped else None,
+            0 if self.nan_guard.has_tripped or self.cache.num_waiting >= MAX_WAITING else None,
         ]
         if self.adapter.takes_chains:  # what waits counts for MAX_BLOCK
             limits.append(max(0, self.group.config.max_block_tokens - 1 - self.cache.num_waiting))

@@ -31,7 +31,6 @@ SETTINGS = [
     {},
     {"do_sample": True, "top_k": 5, "eos_token_id": [2, 5]},
     {"return_dict_in_generate": True, "output_scores": True, "eos_token_id": 3},
-    {"cache_implementation": "static"},
     {"stop_strings": ["ab"], "tokenizer": TOKENIZER},
 ]
 

@@ -137,7 +137,7 @@ def test_a_changed_signature_is_refused(name, monkeypatch):
     assert refuses(f"{name} takes (", "instead of (")
 
 
-@pytest.mark.parametrize("name", ["StaticLayer", "sdpa_attention_forward"])
+@pytest.mark.parametrize("name", ["DynamicSlidingWindowLayer", "sdpa_attention_forward"])
 def test_a_renamed_import_is_refused(name, rename, monkeypatch):
     """By the first use of a name that needs it, before there is anything that could be patched."""
     monkeypatch.delitem(sys.modules, compat.__name__)

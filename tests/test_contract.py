@@ -30,7 +30,6 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
-    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -264,17 +263,13 @@ def assert_caches_close(mine, theirs):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize(
-    ("kind", "only_new_ids"),  # plain generate() cannot do ("static", True)
-    [("dynamic", False), ("dynamic", True), ("empty", False), ("static", False)],
-)
+@pytest.mark.parametrize(("kind", "only_new_ids"), [("dynamic", False), ("dynamic", True), ("empty", False)])
 def test_the_callers_own_cache(model, batch_size, only_new_ids, kind):
     """Two turns over one cache; the second turn's ids are the whole text, or just what is new."""
     first, more = padded(batch_size), prompt(7, batch_size, seed=9)
     results, caches = [], []
     for run in both(model):
-        is_static = kind == "static"
-        cache = StaticCache(model.config, max_cache_len=160) if is_static else DynamicCache(config=model.config)
+        cache = DynamicCache(config=model.config)
         text = first["input_ids"]
         if kind != "empty":
             text = run(**first, max_new_tokens=20, past_key_values=cache)
@@ -293,14 +288,13 @@ def test_the_callers_own_cache(model, batch_size, only_new_ids, kind):
 
 @in_one_mode
 @pytest.mark.parametrize("num_hidden", [0, 5])
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_cache_that_holds_the_whole_prompt(model, kind, num_hidden):
+def test_a_cache_that_holds_the_whole_prompt(model, num_hidden):
     """Plain generate() runs the prompt again, behind itself, and hides the newest keys by a mask that is too short."""
     inputs = prompt(24)
     inputs["attention_mask"][:, :num_hidden] = 0
     results, caches = [], []
     for run in both(model):
-        cache = StaticCache(model.config, max_cache_len=160) if kind == "static" else DynamicCache(config=model.config)
+        cache = DynamicCache(config=model.config)
         run(**inputs, max_new_tokens=10, past_key_values=cache)
         results.append(run(**inputs, max_new_tokens=15, past_key_values=cache))
         caches.append(cache)
@@ -402,7 +396,6 @@ INPUTS = {
     "int32": (of_ids(*range(5, 29), dtype=torch.int32), {}),
     "in chunks": (padded(2), {"prefill_chunk_size": 5}),
     "dynamic cache": (padded(2), {"cache_implementation": "dynamic"}),
-    "static cache": (padded(2), {"cache_implementation": "static"}),
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import TOKENIZER, VOCAB, Recorder, generate_plain, tiny_llama
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 import lade
 
@@ -49,7 +49,7 @@ ARGUMENTS = st.fixed_dictionaries(
         "bad_words_ids": maybe(st.just([[5], [6, 7]])),
         "num_return_sequences": st.sampled_from([1, 1, 2]),
         "prefill_chunk_size": maybe(st.integers(2, 9)),
-        "cache_implementation": st.sampled_from([None, "dynamic", "static"]),
+        "cache_implementation": st.sampled_from([None, "dynamic"]),
         "output_scores": st.booleans(),
         "output_logits": st.booleans(),
     }
@@ -77,7 +77,7 @@ CALLS = st.builds(
     SimpleNamespace,
     mask=st.sampled_from(["left", "left", "none", "right", "holes"]),
     turns=st.sampled_from([1, 1, 1, 1, 2, 3]),
-    cache=st.sampled_from([None, None, "returned", "dynamic", "static"]),
+    cache=st.sampled_from([None, None, "returned", "dynamic"]),
     stops=st.sampled_from([False, False, True]),
     poisons=st.booleans(),
     hook=st.sampled_from([None, None, None, None, "forward", "pre"]),
@@ -90,7 +90,6 @@ CALLS = st.builds(
     returns_dict=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-MAX_SLOTS = 256  # of a static cache
 
 
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES <= 60, print_blob=True,
@@ -102,8 +101,6 @@ def test_random_combinations(models, lade_on, arguments, setting, call):
         arguments["num_return_sequences"] = 1
     if call.cache is not None:  # one that is known row by row
         arguments |= {"num_return_sequences": 1, "cache_implementation": None}
-    if call.trains and arguments.get("cache_implementation") == "static":
-        arguments["cache_implementation"] = None  # transformers keeps it, and dropout draws for all of its slots
     if call.stops:
         arguments |= {"stop_strings": ["q", "Zk", "4"], "tokenizer": TOKENIZER}
     arguments["return_dict_in_generate"] = returns_dict = call.returns_dict or call.cache == "returned"
@@ -124,11 +121,8 @@ def test_random_combinations(models, lade_on, arguments, setting, call):
     if results and lade.last_stats().fallback_reason is not None:
         assert call.hook or call.trains or "not empty" in lade.last_stats().fallback_reason
     if returns_dict:
-        is_static = "static" in (arguments.get("cache_implementation"), call.cache)
-        pairs = list(zip(others, results, strict=True))
-        # In 5.12 and before the model keeps its static cache, and each call clears what the one before has returned.
-        for ahead, expected in pairs[-1:] if is_static else pairs:
-            assert_outputs_close(ahead, expected, with_padding=not is_static and call.mask != "right")
+        for ahead, expected in zip(others, results, strict=True):
+            assert_outputs_close(ahead, expected, with_padding=call.mask != "right")
 
 
 def masked(mask, kind, generator):
@@ -149,8 +143,7 @@ def converse(generate, model, texts, mask, arguments, call):
     """Several turns, each with the whole text so far: what can be seen of them, and what they returned. texts: [B, T]
     of each turn."""
     seen, results, ids = [], [], texts[0][:, :0]
-    caches = {"dynamic": DynamicCache, "static": partial(StaticCache, max_cache_len=MAX_SLOTS)}
-    past = caches[call.cache](config=model.config) if call.cache in caches else None
+    past = DynamicCache(config=model.config) if call.cache == "dynamic" else None
     torch.manual_seed(call.seed)
     for text in texts:
         ids = torch.cat([ids, text.repeat_interleave(len(ids) // len(text) or 1, dim=0)], dim=1)
@@ -210,7 +203,7 @@ def unused_tokens(results, returns_dict, texts):
 
 
 def assert_outputs_close(ahead, plain, with_padding):
-    """with_padding: compare the caches, too; of a static one padding positions average over its empty slots."""
+    """with_padding: compare the caches, too."""
     assert ahead.keys() == plain.keys()
     for name in ("scores", "logits"):
         if name in plain:

@@ -12,15 +12,16 @@ import torch
 from accelerate import cpu_offload
 from support import TOKENIZER, Recorder, compare, generate_plain, prompt, seeded
 from support.families import CHAINS, VOCAB, named
-from transformers import DynamicCache, StaticCache, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import lade
+from lade.block.kv_cache import MAX_WAITING
 from lade.block.token_tree import TokenTree
 from lade.common.compat import STATE_LAYER
 from lade.drafting import register_drafter
 from lade.drafting.base import ROOT_ALONE, Draft, Drafter
 from lade.models import adapter_for
-from lade.models.recurrent_state import INDEX, MAX_WAITING
+from lade.models.recurrent_state import INDEX
 from lade.models.self_check import trial_errors
 
 pytestmark = pytest.mark.skipif(
@@ -339,13 +340,11 @@ def of_another_window(config):
 @pytest.mark.parametrize(
     ("name", "make", "reason"),
     [
-        ("qwen3_next", lambda config: {"cache_implementation": "static"}, "left to the original code"),
-        ("qwen3_next", lambda config: own(StaticCache(config, max_cache_len=32)), "with a StaticLayer"),
         ("qwen3_next", lambda config: own(DynamicCache()), "has other layers"),
         ("qwen3_next", lambda config: own(recording(config)), "records past states"),
         ("dots3_note_text", lambda config: own(of_another_window(config)), "has a window of"),
     ],
-    ids=["static", "own-static", "without-states", "recording", "another-window"],
+    ids=["without-states", "recording", "another-window"],
 )
 def test_what_is_not_served(lade_on, name, make, reason):
     model, inputs = built(name), prompts()

@@ -11,25 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, StaticCache
+from transformers import Cache
 
-from lade.common.compat import CACHE_NAME, CacheLayer, StaticLayer
+from lade.common.compat import CACHE_NAME, CacheLayer
 from lade.common.transfer import to_device
 from lade.common.trial import is_out_of_memory
 
 MIN_CAPACITY = 256  # slots
+MAX_WAITING = 8  # committed tokens that wait; with more the next step has no guesses, after which none waits
 
 
 def least_capacity(num_slots: int) -> int:
     """Initial capacity of a cache that must hold `num_slots`."""
     return max(num_slots, MIN_CAPACITY)
-
-
-def slots_of_static(cache: Cache | None) -> int | None:
-    """Tokens per row that a static cache holds; None for a cache that grows, or no cache."""
-    if not isinstance(cache, StaticCache):
-        return None
-    return min((layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), default=None)
 
 
 class SlotLayer(CacheLayer):
@@ -62,7 +56,6 @@ class SlotLayer(CacheLayer):
         start = SlotLayer.get_seq_length(self)  # a subclass may count its index
         end = start + num_tokens
         if not cache.in_block:
-            cache.check_room(end)
             cache.ensure_capacity(end)
             cache.promote(key_states.dtype)
             self.prefilled = end
@@ -101,7 +94,6 @@ class LookaheadCache(Cache):
         self.lengths: list[int] = []
         self.slots: Tensor | None = None  # [B, q] of the current block, if row lengths differ
         self.in_block = False
-        self.most_slots: int | None = None  # of the caller's static cache, if any
         self._uniform = uniform
         self.storages: list[Storage] = []
 
@@ -143,7 +135,6 @@ class LookaheadCache(Cache):
 
     def begin_block(self, num_tokens: int, device: torch.device) -> None:
         """Make room for a block of q tokens after each row's committed slots, where `update` writes them."""
-        self.check_room(max(self.lengths) + 1)
         self.ensure_capacity(max(self.lengths) + num_tokens)
         self.slots = None
         if min(self.lengths) != max(self.lengths):
@@ -186,18 +177,6 @@ class LookaheadCache(Cache):
                 storage = Storage(states, size if self._uniform else 1, self.capacity)
                 self.storages.append(storage)
             storage.give(layer, name)
-
-    def check_room(self, num_slots: int) -> None:
-        """Raise IndexError, as plain generate() does, where `num_slots` tokens exceed the caller's static cache."""
-        if self.most_slots is not None and num_slots > self.most_slots:
-            raise IndexError(
-                f"index {self.most_slots} is out of bounds for a static cache of {self.most_slots} tokens, "
-                f"passed as {CACHE_NAME}"
-            )
-
-    def max_guess_offset(self) -> int | None:
-        """Largest position offset of a guess, so that all accepted guesses fit into the caller's static cache."""
-        return None if self.most_slots is None else max(0, self.most_slots - 1 - max(self.lengths))
 
     def ensure_capacity(self, num_slots: int) -> None:
         """Double the capacity until `num_slots` fit; committed tokens are kept."""

@@ -14,8 +14,7 @@ import sys
 import types
 from typing import Any
 
-CACHES = ("DynamicCache", "StaticCache")
-LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
+LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 OF_CACHES = "get_mask_sizes get_query_offset get_seq_length is_compileable is_dummy is_linear is_sliding update"
 OF_LAYERS = "get_mask_sizes get_seq_length lazy_initialization update"
 CACHE_METHODS = frozenset(f"{OF_CACHES} {OF_LAYERS}".split()) - {"is_compileable", "is_sliding"}  # set by some layers
@@ -33,7 +32,7 @@ CALLED = {
     "transformers.generation.stopping_criteria.EosTokenCriteria": "__call__",
     "transformers.generation.stopping_criteria.MaxLengthCriteria": "__call__",
     "transformers.generation.stopping_criteria.StopStringCriteria": "__call__",
-    **dict.fromkeys((f"transformers.cache_utils.{kind}" for kind in CACHES), OF_CACHES),
+    "transformers.cache_utils.DynamicCache": OF_CACHES,
     **dict.fromkeys((f"transformers.cache_utils.{kind}" for kind in LAYERS), OF_LAYERS),
     "transformers.masking_utils": """
         _ignore_causal_mask_sdpa _non_vmap_expansion_sdpa _preprocess_mask_arguments and_masks causal_mask_function

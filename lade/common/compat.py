@@ -45,7 +45,7 @@ try:
     from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
     from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, cache_utils
-    from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+    from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
     from transformers.generation import logits_process
     from transformers.generation import utils as generation_utils
     from transformers.generation.streamers import BaseStreamer
@@ -95,7 +95,6 @@ NAMES: dict[Any, tuple[str, ...]] = {
         "_prefill(self, input_ids, generation_config, model_kwargs)",
         "_has_unfinished_sequences(self, this_peer_finished, synced_gpus, device)",
         "_optimize_model_for_decode(self)",
-        "_valid_auto_compile_criteria(self, model_kwargs, generation_config)",
         "_update_model_kwargs_for_generation(self, outputs, model_kwargs)",
         "prepare_inputs_for_generation(self, input_ids)",
         "init_continuous_batching",
@@ -161,11 +160,6 @@ def slides() -> bool:
     return type(layer) is DynamicSlidingWindowLayer and (layer.sliding_window, layer.cumulative_length) == (4, 0)
 
 
-def begins_empty() -> bool:
-    layer: Any = transformers.StaticCache(config=small_config(), max_cache_len=4).layers[0]
-    return type(layer) is StaticLayer and layer.keys is layer.values is None
-
-
 def wants_no_more() -> bool:
     known = {"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"}
     if unknown := sorted(CacheLayerMixin.__abstractmethods__ - known - {"get_max_cache_shape"}):
@@ -206,7 +200,6 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "CacheLayerMixin": wants_no_more,
     "DynamicLayer": holds_keys,
     "DynamicSlidingWindowLayer": slides,
-    "StaticLayer": begins_empty,
     "torch.nn.Module": has_names(torch.nn.Module, *OWN_DICTIONARIES),
 }
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lade.block.kv_cache import LookaheadCache, cache_arguments
 from lade.block.mask import EVERYWHERE, AttentionSpan, Block, block_mask, masks_by_layer
-from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS, StaticLayer
+from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, PROMPT_ARGUMENTS
 from lade.common.request import Request
 from lade.common.tolerance import has_exact_products
 from lade.models.attention_spans import LAYER_SPANS, declares_layer_types, layer_spans
@@ -37,7 +37,7 @@ class ModelAdapter:
 
     # Class attributes that a family may set.
     takes_chains: bool = False  # takes chains of guesses alone, in rows of equal lengths
-    kept_layers: tuple[Any, ...] = (*PLAIN_LAYERS, StaticLayer)  # classes of a caller's cache that may come and go
+    kept_layers: tuple[Any, ...] = PLAIN_LAYERS  # classes of a caller's cache that may come and go
     safe_hooks: tuple[str, ...] = ()  # names in `reasons.HOOKS` that change nothing after the prompt
     prompt_arguments: frozenset[str] = PROMPT_ARGUMENTS  # model arguments used by the prompt's forward only
     carried_arguments: frozenset[str] = frozenset()  # each new token repeats the prompt's last value

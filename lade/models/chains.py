@@ -14,7 +14,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import EVERYWHERE, AttentionSpan, Block
@@ -87,8 +86,6 @@ class ChainAdapter(ModelAdapter):
         return self.shared_place()
 
     def unsupported_request(self, request: Request) -> str | None:
-        if type(request.cache) is not DynamicCache:
-            return f"a {type(request.cache).__name__} is left to the original code for a model that takes chains of guesses"
         layers = [type(layer) for layer in request.cache.layers]
         if self._has_states and layers != [type(layer) for layer in self.cache_layers]:
             return f"{CACHE_NAME} has other layers than the model's own cache"

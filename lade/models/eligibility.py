@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel
 
 from lade.common.bypassed import CACHE_METHODS, replaced_function
 from lade.common.compat import CACHE_NAME, MAMBA_CACHE_NAME, PLAIN_LAYERS, DynamicSlidingWindowLayer
@@ -81,11 +81,6 @@ def unsupported_call(request: Request) -> str | None:
             return "prefill_chunk_size on a cache that is not empty is handled differently by versions of transformers"
         if model_kwargs.get("inputs_embeds") is not None:
             return "prefill_chunk_size splits ids, but inputs_embeds are passed whole to each chunk's forward"
-    if config.compile_config is not None and model._valid_auto_compile_criteria(model_kwargs, config):
-        return (
-            "compile_config asks for transformers' own compiled forward; "
-            "leave it out and lade runs, with blocks compiled in its own way under COMPILE=1"
-        )
     return None
 
 
@@ -94,10 +89,10 @@ def unsupported_cache(request: Request, adapter: ModelAdapter) -> str | None:
     cache = request.cache
     if cache is None:
         return "the model makes a cache of its own kind in its forward"
-    if type(cache) not in (DynamicCache, StaticCache) or cache.offloading:
+    if type(cache) is not DynamicCache or cache.offloading:
         setting = request.generation_config.cache_implementation
         if setting:
-            return f"cache_implementation={setting!r} saves memory that lade's own cache would take"
+            return f"cache_implementation={setting!r} asks for another cache than lade's own"
         return f"{CACHE_NAME} of type {type(cache).__name__} is not known to keep every key"
     for part in (cache, *cache.layers):
         if not CACHE_METHODS.isdisjoint(vars(part)):

@@ -33,7 +33,6 @@ SLOT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, INDEXED_LAYER, *STATE_AN
 KEPT_LAYERS = (*SLOT_LAYERS, STATE_LAYER, NO_LAYER)
 INDEX = ("indexer_keys", "indexer_position_ids")  # of an indexed layer, [B, T, D] and [3, B, T]
 OWN_TENSORS = ("slots", "_waiting", "_tokens")  # of RecurrentCache
-MAX_WAITING = 8  # committed tokens that wait; with more the next step has no guesses, after which none waits
 
 
 class StateAndSlotLayer(*filter(None, [STATE_LAYER]), SlotLayer):  # type: ignore[misc]
@@ -133,9 +132,6 @@ class RecurrentCache(LookaheadCache):
         if self.slot_layers:
             super().hand_over(cache)
         copy_states(self, cache)
-
-    def max_guess_offset(self) -> int | None:
-        return 0 if self.num_waiting >= MAX_WAITING else super().max_guess_offset()
 
     def with_waiting(self, block: Block) -> Block:
         """The block that runs: the waiting tokens in front."""

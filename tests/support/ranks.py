@@ -143,7 +143,7 @@ CASES = {
     "greedy": {},
     "ends": {"eos_token_id": [17, 23, 40], "pad_token_id": 0},
     "sampled": {"do_sample": True, "temperature": 0.3, "top_k": 20},
-    "recorded": {"return_dict_in_generate": True, "prefill_chunk_size": 6, "cache_implementation": "static"},
+    "recorded": {"return_dict_in_generate": True, "prefill_chunk_size": 6},
     "stateful": {"do_sample": True, "temperature": 0.3, "stateful": True},
     "countdown": {"countdown": 17},
 }

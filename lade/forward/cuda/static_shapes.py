@@ -181,7 +181,6 @@ class StaticPath(KernelPath):
 
         ordinary: that forward, run for comparison on the first blocks of each new shape.
         """
-        cache.check_room(max(cache.lengths) + 1)
         buffers = self._buffers.with_room(cache, max(cache.lengths) + block.tokens.shape[1])
         if self.captures and cache.capacity > self.most_slots:
             self.captures, self.stats.reasons["graph"] = False, TOO_MANY_SLOTS
