@@ -222,7 +222,7 @@ MUTANTS = [
            "self.nan_guard.has_tripped or self.cache.num_waiting >= MAX_WAITING", "self.nan_guard.has_tripped",
            "recurrent.py::test_wrong_and_right_guesses"),
     mutant("recurrent: rows of a batch have lengths of their own", "models/chains.py",
-           "    def needs_equal_lengths(self) -> bool:\n        return True", "    def needs_equal_lengths(self) -> bool:\n        return False",
+           "needs_equal_lengths = True", "needs_equal_lengths = False",
            "recurrent.py::test_batches_go_in_step"),
     mutant("recurrent: a returned cache lacks what waits", "decoding.py",
            "            self.run_waiting()", "            pass",

@@ -185,10 +185,6 @@ def test_frequencies_under_another_name(monkeypatch):
     assert max(stats.block_tokens) > max(stats.block_tokens[-24:]) == 1  # beyond 30 tokens there are no guesses
 
 
-def test_decoders_without_position_ids():
-    assert "takes no position_ids" in reason_of(named("bart").build())
-
-
 def test_continuous_batching_is_named(caplog, monkeypatch):
     """It bypasses generate(), so that one line in the log is all there can be."""
     owner = augment._owner("init_continuous_batching")

@@ -369,7 +369,7 @@ def test_several_processes(monkeypatch):
 def test_states_that_blocks_leave_otherwise(lade_on, monkeypatch, name):
     """Jamba's forward of several tokens begins from zero; Zamba2's limits time steps, which single steps do not."""
     monkeypatch.setattr("lade.models.chains.has_limit", lambda part: False)
-    compare(built(name), prompts(), "recurrent state", max_new_tokens=6, do_sample=False)
+    compare(built(name), prompts(), "continue from the state", max_new_tokens=6, do_sample=False)
 
 
 @pytest.mark.parametrize("is_masked", [False, True])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 from transformers import PreTrainedModel
 
 from lade.models.base import ModelAdapter
 from lade.models.chains import ChainAdapter
-from lade.models.declared import DogeAdapter, GemmaVisionAdapter, GPT2Adapter, QwenVisionAdapter, XGLMAdapter
+from lade.models.declared import DogeAdapter, GemmaVisionAdapter, GPT2Adapter, QwenVisionAdapter
 from lade.models.foreign import allow_hook
 from lade.models.llama import LlamaAdapter
 from lade.models.phi3 import Phi3Adapter
@@ -25,7 +27,6 @@ ADAPTERS: dict[type[ModelAdapter], str] = {
     """,
     Phi3Adapter: "phi3 phimoe",
     QwenVisionAdapter: "glm4v qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe",
-    XGLMAdapter: "xglm",
 }
 # Families that the base adapter serves; tests/test_families.py runs each of them.
 REGULAR = frozenset(
@@ -37,7 +38,7 @@ REGULAR = frozenset(
     hunyuan_v1_moe hyperclovax idefics2 idefics3 internvl jetmoe kolibri1 laguna llava llava_next
     llava_onevision longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral3 mistral3 mistral4
     modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi smollm3 smolvlm stablelm
-    vaultgemma youtu
+    vaultgemma xglm youtu
     """.split()  # noqa: SIM905
 )
 
@@ -74,7 +75,8 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     is_of_family = model_type in _vouched_for or type(model).__module__.startswith("transformers.models.")
     kind = _adapters.get(model_type) if is_of_family else None
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    takes_chains = model._is_stateful or not CHAIN_LAYERS.isdisjoint(layer_types)
+    counts_slots = "position_ids" not in signature(model.forward).parameters  # positions, in a chain alone
+    takes_chains = model._is_stateful or counts_slots or not CHAIN_LAYERS.isdisjoint(layer_types)
     return (kind or (ChainAdapter if takes_chains else ModelAdapter))(model)
 
 

@@ -21,11 +21,19 @@ from lade.models.foreign import Code, code_of
 from lade.models.reasons import calling_reason, rounding_reason
 from lade.models.ropes import is_moving, is_moving_rope, rope_settings
 from lade.models.shadow import shadow_model
+from lade.switch import current_config
 
 # Attention implementations that accept the 4-D mask of a block.
 MASKED_ATTENTION = ("eager", "sdpa")
 # Parts of names of implementations that compute the same but accept no such mask.
 MASKLESS_ATTENTION = ("flash", "flex_attention")
+# By model type, the setting that says for how many slots the model's code has room, those of guesses included.
+MOST_SLOTS = {
+    "gpt_neo": "max_position_embeddings",
+    "mpt": "max_seq_len",
+    "whisper": "max_target_positions",
+    "xglm": "max_position_embeddings",
+}
 EXACT_DTYPES = (torch.float32, torch.float64)
 
 
@@ -37,7 +45,6 @@ class ModelAdapter:
 
     # Class attributes that a family may set.
     takes_chains: bool = False  # takes chains of guesses alone, in rows of equal lengths
-    kept_layers: tuple[Any, ...] = PLAIN_LAYERS  # classes of a caller's cache that may come and go
     safe_hooks: tuple[str, ...] = ()  # names in `reasons.HOOKS` that change nothing after the prompt
     prompt_arguments: frozenset[str] = PROMPT_ARGUMENTS  # model arguments used by the prompt's forward only
     carried_arguments: frozenset[str] = frozenset()  # each new token repeats the prompt's last value
@@ -158,7 +165,8 @@ class ModelAdapter:
     @property
     def most_slots(self) -> int | None:
         """The most tokens per row, padding included, that the model's code has room for; None for no limit."""
-        return None
+        count = getattr(self.config, MOST_SLOTS.get(self.config.model_type, ""), None)
+        return None if count is None else max(0, int(count) - current_config().max_block_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -207,7 +215,7 @@ class ModelAdapter:
     @property
     def last_position(self) -> int | None:
         """The last position that the model has an embedding for; None for no limit."""
-        if self._ropes or not self.takes_positions:
+        if self._ropes:
             return None
         count = getattr(self.config, "max_position_embeddings", None)
         return None if count is None else int(count) - 1

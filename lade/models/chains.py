@@ -21,15 +21,12 @@ from lade.common.compat import CACHE_NAME, PLAIN_LAYERS
 from lade.common.request import Request
 from lade.models.base import ModelAdapter
 from lade.models.declared import QwenVisionAdapter
-from lade.models.recurrent_state import KEPT_LAYERS, SLOT_LAYERS, RecurrentCache, unknown_layer
+from lade.models.recurrent_state import SLOT_LAYERS, RecurrentCache, unknown_layer
 from lade.switch import current_config
 
 # Model types whose own prepare_inputs_for_generation changes nothing for blocks: it says how many rows the prompt's
 # logits have, or leaves out a mask that a token without padding does not need.
 HOOKS_OF_PROMPTS = frozenset({"bamba", "bloom", "falcon_h1", "mamba2", "nemotron_h", "zamba2"})
-# By model type, the setting that says for how many slots the code of its attention has room, guesses
-# included.
-MOST_SLOTS = {"gpt_neo": "max_position_embeddings", "mpt": "max_seq_len"}
 # Model types with Qwen's image encoder.
 WITH_PICTURES = frozenset({"glm5_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp"})
 NO_LIMIT = (0.0, float("inf"))  # of a time step
@@ -63,7 +60,7 @@ def stepping(kind: type) -> type | None:
 
 class ChainAdapter(ModelAdapter):
     takes_chains = True
-    kept_layers = KEPT_LAYERS
+    needs_equal_lengths = True
 
     @property
     def safe_hooks(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -74,10 +71,6 @@ class ChainAdapter(ModelAdapter):
     def prompt_arguments(self) -> frozenset[str]:  # type: ignore[override]
         has_pictures = self.model.config.model_type in WITH_PICTURES
         return QwenVisionAdapter.prompt_arguments if has_pictures else ModelAdapter.prompt_arguments
-
-    @property
-    def needs_equal_lengths(self) -> bool:
-        return True
 
     def unsupported_layers(self) -> str | None:
         name = unknown_layer(self.cache_layers)
@@ -103,11 +96,6 @@ class ChainAdapter(ModelAdapter):
         """The narrowest, for checks of a call: the model makes its own masks."""
         windows = [layer.sliding_window for layer in self.cache_layers if getattr(layer, "is_sliding", False)]
         return AttentionSpan(window=min(windows)) if windows else EVERYWHERE
-
-    @property
-    def most_slots(self) -> int | None:
-        name = MOST_SLOTS.get(self.config.model_type)
-        return None if name is None else int(getattr(self.config, name)) - current_config().max_block_tokens
 
     @cached_property
     def _has_states(self) -> bool:

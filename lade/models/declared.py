@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lade.common.compat import PROMPT_ARGUMENTS
 from lade.models.base import ModelAdapter
-from lade.switch import current_config
 
 
 class DogeAdapter(ModelAdapter):
@@ -39,11 +38,3 @@ class QwenVisionAdapter(ModelAdapter):
         "second_per_grid_ts",
         "mm_token_type_ids",
     }
-
-
-class XGLMAdapter(ModelAdapter):
-    """XGLM. A forward beyond the position table replaces it by one that is as large as the forward needs."""
-
-    @property
-    def most_slots(self) -> int:
-        return int(self.config.max_position_embeddings) - current_config().max_block_tokens

@@ -102,12 +102,11 @@ def unsupported_cache(request: Request, adapter: ModelAdapter) -> str | None:
         return "attention_mask is shorter than the text, so that plain generate() hides other keys in each step"
     if request.callers_cache is None and request.cached_length == 0:
         return None  # generate() made it for this call, and nothing else reads it
-    if not cache.layers and not all(type(layer) in PLAIN_LAYERS for layer in adapter.cache_layers):
-        return f"{CACHE_NAME} has other layers than the model's own cache"
+    kept = {*PLAIN_LAYERS, *map(type, adapter.cache_layers)}
     for layer in cache.layers:
         # A sliding layer drops keys outside its window, which a block may still need.
         forgets = isinstance(layer, DynamicSlidingWindowLayer) and layer.cumulative_length >= layer.sliding_window
-        if forgets or type(layer) not in adapter.kept_layers:
+        if forgets or type(layer) not in kept:
             return f"{CACHE_NAME} with a {type(layer).__name__} does not keep every key"
     for layer, own in zip(cache.layers, adapter.cache_layers, strict=False):
         window = getattr(layer, "sliding_window", None)

@@ -36,6 +36,9 @@ WAITS = (
     "once calls have asked for some hundreds of tokens; lade.warmup(model) does it at once"
 )
 
+DIFFERS = "differed from one-token decoding by more than rounding"
+FAULT = ", so the model seems to ignore the mask or the positions; see docs/adding-a-model.md"
+FAULT_OF_CHAINS = ": a forward of several tokens does not continue from the state, or leaves another one"
 MOST_KINDS = 64  # remembered per model: hooks may have different arguments in each call
 
 _trials: PerModel[Trial] = PerModel(Trial)  # by code and by the sizes checked
@@ -89,7 +92,11 @@ def self_check_reason(request: Request, adapter: ModelAdapter) -> str | None:
             found = trial_errors(type(adapter)(adapter.model), length, *sizes)
         ratio = (STATE_EFFECT_RATIO if adapter.takes_chains else MASK_EFFECT_RATIO)[adapter.dtype]
         is_fine = all(error * ratio < effect for error, effect in found)  # not where either is nan
-        return None if is_fine else reason_of_difference(adapter, subject, is_masked)
+        padded, fault = (
+            " after a prompt with padding" if is_masked else "",
+            FAULT_OF_CHAINS if adapter.takes_chains else FAULT,
+        )
+        return None if is_fine else f"a trial block{padded} on {subject} {DIFFERS}{fault}"
 
     return trial.reason(key, compare, failure=f"a trial block failed on {subject}: ")
 
@@ -102,22 +109,6 @@ def checking_at_once(num_tokens: int) -> Iterator[None]:
         yield
     finally:
         _at_once.reset(token)
-
-
-def reason_of_difference(adapter: ModelAdapter, subject: str, is_masked: bool) -> str:
-    """Why a model whose logits differed in the self-check is not served. is_masked: as for `trial_errors`."""
-    if adapter.takes_chains:
-        return (
-            f"a trial block on {subject} differed from one-token decoding by more than rounding: a forward of several tokens "
-            "does not continue from the recurrent state, or leaves another one"
-        )
-    if not adapter.takes_positions:
-        return f"{subject} takes no position_ids and failed a trial block: it counts tokens, guesses that lie side by side included"
-    padded = " after a prompt with padding" if is_masked else ""
-    return (
-        f"a trial block{padded} on {subject} differed from one-token decoding by more than rounding, so the model seems "
-        "to ignore the mask or the positions; see docs/adding-a-model.md"
-    )
 
 
 @torch.no_grad()
@@ -190,10 +181,12 @@ class TrialRun:
 
     def __init__(self, adapter: ModelAdapter, length: int, largest_block: int, num_rows: int, is_masked: bool) -> None:
         """As for `trial_errors`."""
-        self.adapter, self.largest_block, self._num_rows = adapter, max(largest_block, SMALL_BLOCK), num_rows
+        self.adapter, self._num_rows = adapter, num_rows
         longest = getattr(adapter.config, "max_position_embeddings", None) or length
         num_more = 1 + (CHAINED if adapter.takes_chains else 7)
         count = min(length, longest) - num_more
+        room = longest - count - 2 if adapter.takes_chains else largest_block  # two tokens follow it
+        self.largest_block = max(min(largest_block, room), SMALL_BLOCK)
         numbers = torch.Generator().manual_seed(0)
         text = torch.randint(adapter.num_tokens, (1, count + num_more), generator=numbers, device="cpu")
         device = adapter.model.get_input_embeddings().weight.device
