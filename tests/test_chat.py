@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import lade
 from lade import commands
 from lade.commands.chat import chatbot
-from lade.commands.chat.conversation import FALLBACK_STOP, Conversation, DoesNotFit, keeps_keys_only
-from lade.commands.chat.streaming import GUESSED, ORDINARY, AnswerStreamer, overlap
+from lade.commands.chat.conversation import Conversation, DoesNotFit, keeps_keys_only
+from lade.commands.chat.streaming import GUESSED, ORDINARY, AnswerStreamer
 from lade.commands.chat.terminal import Terminal, line_reader
 from lade.common import notices
 from lade.models import foreign
@@ -156,19 +156,15 @@ def test_second_ctrl_c_takes_the_question_back(bundled, tokenizer, lade_on):
     assert check_answer(terminal, "And of os.walk?").reused_tokens == cached
 
 
-def test_fallback_template(random_model, tokenizer, lade_on, monkeypatch):
+def test_a_tokenizer_without_a_template_is_refused(random_model, tokenizer, lade_on, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    conversation = Conversation(random_model, tokenizer, max_new_tokens=10)
-    ids = conversation._ids_of([{"role": "user", "content": "Hello"}])
-    assert tokenizer.decode(ids) == "<s>User: Hello\nAssistant:"
-    first = conversation.ask("Hello")
-    assert first.fallback_reason is None
-    assert conversation.ask("Again").reused_tokens >= first.prompt_tokens
+    with pytest.raises(ValueError, match="has no chat template"):
+        Conversation(random_model, tokenizer)
 
 
-def stream(tokenizer, tokens, stop_string=None, guessed=()):
+def stream(tokenizer, tokens, guessed=()):
     pieces = []
-    streamer = AnswerStreamer(tokenizer, pieces.append, color=bool(guessed), stop_string=stop_string)
+    streamer = AnswerStreamer(tokenizer, pieces.append, color=bool(guessed))
     streamer.put(torch.tensor([[1, 5, 9]]))  # the prompt
     counts = []
     for index, token in enumerate(tokens):
@@ -201,14 +197,6 @@ def test_guesses_are_coloured(tokenizer):
     pieces, _ = stream(tokenizer, tokens, guessed={1})
     assert pieces[1] == GUESSED + tokenizer.decode([tokens[1]]) + ORDINARY
     assert GUESSED not in "".join(pieces[:1] + pieces[2:])
-
-
-@pytest.mark.parametrize("text", ["Yes.\nUser: more", "Yes.\nUse it", "Yes.\n", "\nUser:", "a\nUser\nUser:b"])
-def test_the_stop_string_is_not_shown(tokenizer, text):
-    pieces, _ = stream(tokenizer, tokenizer(text)["input_ids"], FALLBACK_STOP)
-    assert "".join(pieces) == text.split(FALLBACK_STOP)[0].lstrip()
-    assert overlap("abc\nUs", FALLBACK_STOP) == 3
-    assert overlap(FALLBACK_STOP, FALLBACK_STOP) == 0
 
 
 def test_models_that_remember_more_than_keys():

@@ -17,14 +17,6 @@ from lade.config import MODES, LookaheadConfig
 BUNDLED = Path(lade.__file__).resolve().parents[1] / "models" / "stdlib-9m"
 DTYPES = ["auto", "float16", "bfloat16", "float32", "float64"]
 
-# For a tokenizer without a chat template. An answer ends where the model begins the next user turn.
-FALLBACK_TEMPLATE = (
-    "{{ bos_token or '' }}"
-    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:{% endif %}"
-)
-FALLBACK_STOP = "\nUser:"
-
 
 class _Defaults(argparse.HelpFormatter):
     """Shows the default of every option that has one."""

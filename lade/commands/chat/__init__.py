@@ -37,8 +37,6 @@ def chatbot(arguments: list[str], program: str) -> int:
         return 2
     write, color = partial(print, end="", flush=True), args.color and sys.stdout.isatty()
     terminal = Terminal(conversation, write, how_to_choose(args), color, args.debug)
-    if not tokenizer.chat_template:
-        terminal.note("the tokenizer has no chat template; 'User:' and 'Assistant:' stand in")
     question = args.question or (None if args.chat else SAMPLE_QUESTION)
     if question:
         terminal.write(f"{question}\n\n")

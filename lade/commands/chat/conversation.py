@@ -14,7 +14,6 @@ import torch
 from transformers import DynamicCache, StoppingCriteriaList
 
 import lade
-from lade.commands.model import FALLBACK_STOP, FALLBACK_TEMPLATE
 from lade.common.compat import CACHE_NAME, DynamicLayer
 
 # Entries of a configuration's `layer_types` whose layers keep keys and values and nothing else.
@@ -45,12 +44,13 @@ class Conversation:
     """Questions and answers, one after the other."""
 
     def __init__(self, model: Any, tokenizer: Any, max_new_tokens: int = 256, system: str | None = None) -> None:
-        """system: the system message, which stays when old turns are cut."""
+        """system: the system message, which stays when old turns are cut. Raises ValueError without a chat template."""
         self.model, self.tokenizer = model, tokenizer
         self.note: Callable[[str], None] = lambda text: None  # called with messages for the user
-        has_template = bool(tokenizer.chat_template)
-        self.template: str | None = None if has_template else FALLBACK_TEMPLATE  # None: the tokenizer's own
-        self.stop_string: str | None = None if has_template else FALLBACK_STOP
+        if not tokenizer.chat_template:
+            raise ValueError(
+                "the tokenizer has no chat template (tokenizer.chat_template), so the model is none to chat with"
+            )
         self.set_max_new_tokens(max_new_tokens)
         self.messages: list[Message] = []
         self.set_system(system)
@@ -108,8 +108,6 @@ class Conversation:
         messages, ids = self._fit([*self.messages, {"role": "user", "content": question}])
         reused = self._keep_common_prefix(ids)
         inputs = torch.tensor([ids], device=self.model.device)
-        if self.stop_string:
-            choice |= {"stop_strings": [self.stop_string], "tokenizer": self.tokenizer}
         started = time.perf_counter()
         try:
             output = self.model.generate(
@@ -127,9 +125,7 @@ class Conversation:
         seconds, new = time.perf_counter() - started, output[len(ids) :]
         if self._cache is not None:
             self._cached_ids = output[: int(self._cache.get_seq_length())]
-        text: str = self.tokenizer.decode(new, skip_special_tokens=True)
-        text, stop, _ = text.partition(self.stop_string) if self.stop_string else (text, "", "")
-        text = text.strip()
+        text: str = self.tokenizer.decode(new, skip_special_tokens=True).strip()
         self.messages = [*messages, {"role": "assistant", "content": text}]
         stats, ends = lade.last_stats(), torch.tensor(self.model.generation_config.eos_token_id or []).view(-1).tolist()
         return Answer(
@@ -138,7 +134,7 @@ class Conversation:
             reused_tokens=reused,
             new_tokens=len(new),
             seconds=seconds,
-            is_cut=len(new) == self.max_new_tokens and new[-1] not in ends and not stop,
+            is_cut=len(new) == self.max_new_tokens and new[-1] not in ends,
             tokens_per_step=stats.tokens_per_step if stats and stats.fallback_reason is None else 1.0,
             fallback_reason=stats.fallback_reason if stats else "lade is not loaded",
         )
@@ -146,9 +142,7 @@ class Conversation:
     def _ids_of(self, messages: list[Message]) -> list[int]:
         # The tokenizer would warn of texts longer than the context; `DoesNotFit` reports them.
         before, self.tokenizer.model_max_length = self.tokenizer.model_max_length, int(1e30)
-        encoded = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.template, add_generation_prompt=True, return_dict=True
-        )
+        encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         self.tokenizer.model_max_length = before
         return list(encoded["input_ids"])
 

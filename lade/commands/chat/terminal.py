@@ -166,7 +166,7 @@ class Terminal:
                 self.note(record.getMessage())
 
     def _answer(self, question: str) -> Answer | None:
-        streamer = AnswerStreamer(self.conversation.tokenizer, self.write, self.color, self.conversation.stop_string)
+        streamer = AnswerStreamer(self.conversation.tokenizer, self.write, self.color)
 
         def heard() -> None:
             if not streamer.is_begun:
