@@ -59,6 +59,8 @@ def stepping(kind: type) -> type | None:
 
 
 class ChainAdapter(ModelAdapter):
+    """Runs blocks that are chains of guesses, in rows of equal lengths, with the model's own masks."""
+
     takes_chains = True
     needs_equal_lengths = True
 

@@ -49,9 +49,7 @@ EAGER = "eager_attention_forward"  # the global in each modeling file that "eage
 PLAIN = (bool, int, float, str, type(None))
 IN_PYTHON = (types.FunctionType, types.MethodType)
 OF_DYNAMO = "_torchdynamo_orig_callable"  # an attribute of what torch.compile returns
-COMPILED = (
-    "parts of the model are compiled, and each shape of a block would be compiled anew; uncompiled, lookahead runs"
-)
+COMPILED = "parts of the model are compiled, and would be anew for each shape of a block; uncompiled, lookahead runs"
 MOST_COMPARED = 1 << 13  # elements of a foreign module's tensor whose values are compared from call to call
 
 

@@ -92,10 +92,8 @@ def self_check_reason(request: Request, adapter: ModelAdapter) -> str | None:
             found = trial_errors(type(adapter)(adapter.model), length, *sizes)
         ratio = (STATE_EFFECT_RATIO if adapter.takes_chains else MASK_EFFECT_RATIO)[adapter.dtype]
         is_fine = all(error * ratio < effect for error, effect in found)  # not where either is nan
-        padded, fault = (
-            " after a prompt with padding" if is_masked else "",
-            FAULT_OF_CHAINS if adapter.takes_chains else FAULT,
-        )
+        padded = " after a prompt with padding" if is_masked else ""
+        fault = FAULT_OF_CHAINS if adapter.takes_chains else FAULT
         return None if is_fine else f"a trial block{padded} on {subject} {DIFFERS}{fault}"
 
     return trial.reason(key, compare, failure=f"a trial block failed on {subject}: ")
