@@ -179,7 +179,8 @@ def write_table(path):
             plain.append(f"`{name}`" + " (eager)" * (attention == "eager"))
     for name, note, _, what in rows:
         if what != "lookahead":
-            reason = re.sub(r"this '\w+' model", "this model", what)
+            reason = re.sub(r"this '\w+' model|\w+(?= has a prepare_)", "this model", what)
+            reason = re.sub(r"\w+\.forward", "its forward", reason)
             refused.setdefault(reason, []).append(f"`{name}`" + (f" ({note})" if note else ""))
     tables = [
         "".join(f"| {note} | {', '.join(names)} |\n" for note, names in noted.items()),
