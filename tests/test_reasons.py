@@ -185,6 +185,28 @@ def test_frequencies_under_another_name(monkeypatch):
     assert max(stats.block_tokens) > max(stats.block_tokens[-24:]) == 1  # beyond 30 tokens there are no guesses
 
 
+def test_decoders_without_position_ids():
+    """They count slots, which are no positions where guesses lie side by side."""
+    assert "ignore the mask or the positions" in reason_of(named("bart").build())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("bloom", {"sliding_window": 8}),
+        ("gpt_neo", {"attention_chunk_size": 8}),
+        ("llama4_text", {"attention_chunk_size": 1}),
+    ],
+)
+def test_windows_of_chains(name, settings):
+    """Of the cache alone, or of one token."""
+    assert reason_of(named(name).build()) is None
+    model = named(name).build()
+    for key, value in settings.items():
+        setattr(model.config, key, value)
+    assert "its cache has a window" in reason_of(model)
+
+
 def test_continuous_batching_is_named(caplog, monkeypatch):
     """It bypasses generate(), so that one line in the log is all there can be."""
     owner = augment._owner("init_continuous_batching")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from support import TOKENIZER, Recorder, compare, generate_plain, prompt, seeded
-from support.families import CHAINS, VOCAB, named
+from support.families import CHAINS, VOCAB, before, named
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import lade
@@ -356,6 +356,12 @@ def test_what_is_not_served(lade_on, name, make, reason):
             seen.append("raises")
     assert seen[0] == seen[1]
     assert reason in lade.last_stats().fallback_reason
+
+
+def test_a_first_layer_that_keeps_nothing(lade_on, small_block):
+    if before("5.23"):
+        pytest.skip("not tried out there")
+    compare(named("nemotron_h", hybrid_override_pattern="-*").build(), prompts(), max_new_tokens=20)
 
 
 def test_several_processes(monkeypatch):

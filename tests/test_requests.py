@@ -102,15 +102,6 @@ def test_texts_longer_than_the_code_has_room_for(name, size):
         assert isinstance(assert_same(model, inputs, "no room", max_new_tokens=18 + more), type)
 
 
-@pytest.mark.parametrize("name", ["bart", "trocr"])
-def test_decoders_without_position_ids(name):
-    """They count slots, as many as a table has."""
-    model = built(name, torch.float32, max_position_embeddings=40)
-    for batch_size in (1, 2):
-        assert_same(model, prompt(24, batch_size), None, max_new_tokens=17)
-    assert assert_same(model, prompt(24), None, max_new_tokens=18) is IndexError
-
-
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "opt"])
 def test_batches_up_to_the_last_position(name):
     """A row that has ended stays where it is, while the others go on: its next position would be behind the last."""
@@ -166,6 +157,8 @@ def test_masks_and_positions_that_are_no_counts(model):
     assert_same(built("bloom"), twos, "other numbers than 0 and 1", max_new_tokens=12)
     halves = prompt(24) | {"position_ids": torch.arange(24)[None] / 2}
     assert_same(model, halves, "no integers", max_new_tokens=12)
+    others = prompt(24) | {"position_ids": 2 * torch.arange(24)[None]}
+    assert_same(built("whisper"), others, "does not name them", max_new_tokens=12)
 
 
 @pytest.mark.parametrize(

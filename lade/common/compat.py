@@ -103,7 +103,7 @@ NAMES: dict[Any, tuple[str, ...]] = {
     PreTrainedConfig: ("get_text_config(self, decoder)", "sub_configs"),
     GenerateDecoderOnlyOutput: ("scores", "logits"),
     transformers.AttentionInterface: ("register",),
-    torch.nn.Module: ("_compiled_call_impl", "_call_impl", "_wrapped_call_impl"),
+    torch.nn.Module: ("_compiled_call_impl",),
     nn_module: ("_global_forward_hooks", "_global_forward_pre_hooks"),
 }
 if torch.backends.cuda.is_built():
@@ -114,8 +114,7 @@ if torch.distributed.is_available():
     NAMES[torch._C._distributed_c10d.Backend.Options] = ("_timeout",)
 # Not checked: without _linear_pointwise, _reorder_linear_weight, _get_mkldnn_enabled or _version no weights are packed,
 # without _is_avx512_bf16_supported blocks in bfloat16 stay small on a CPU, without _is_amx_tile_supported weights are
-# packed for nothing, and without _torchdynamo_orig_callable and
-# _torchdynamo_orig_backend what torch.compile returns counts as patched.
+# packed for nothing, and without _torchdynamo_orig_callable a compiled forward counts as patched.
 
 
 # Each of the following says whether what `CHECKS` names is as lade needs it. An exception counts as no.

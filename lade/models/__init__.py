@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import signature
-
 from transformers import PreTrainedModel
 
 from lade.models.base import ModelAdapter
@@ -75,8 +73,7 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     is_of_family = model_type in _vouched_for or type(model).__module__.startswith("transformers.models.")
     kind = _adapters.get(model_type) if is_of_family else None
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    counts_slots = "position_ids" not in signature(model.forward).parameters  # positions, in a chain alone
-    takes_chains = model._is_stateful or counts_slots or not CHAIN_LAYERS.isdisjoint(layer_types)
+    takes_chains = model._is_stateful or not CHAIN_LAYERS.isdisjoint(layer_types)
     return (kind or (ChainAdapter if takes_chains else ModelAdapter))(model)
 
 

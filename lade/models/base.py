@@ -31,7 +31,6 @@ MASKLESS_ATTENTION = ("flash", "flex_attention")
 MOST_SLOTS = {
     "gpt_neo": "max_position_embeddings",
     "mpt": "max_seq_len",
-    "whisper": "max_target_positions",
     "xglm": "max_position_embeddings",
 }
 EXACT_DTYPES = (torch.float32, torch.float64)
@@ -215,7 +214,7 @@ class ModelAdapter:
     @property
     def last_position(self) -> int | None:
         """The last position that the model has an embedding for; None for no limit."""
-        if self._ropes:
+        if self._ropes or not self.takes_positions:
             return None
         count = getattr(self.config, "max_position_embeddings", None)
         return None if count is None else int(count) - 1

@@ -17,7 +17,7 @@ import torch
 
 from lade.block.kv_cache import LookaheadCache
 from lade.block.mask import EVERYWHERE, AttentionSpan, Block
-from lade.common.compat import CACHE_NAME, PLAIN_LAYERS
+from lade.common.compat import CACHE_NAME, DynamicLayer, DynamicSlidingWindowLayer
 from lade.common.request import Request
 from lade.models.base import ModelAdapter
 from lade.models.declared import QwenVisionAdapter
@@ -27,6 +27,7 @@ from lade.switch import current_config
 # Model types whose own prepare_inputs_for_generation changes nothing for blocks: it says how many rows the prompt's
 # logits have, or leaves out a mask that a token without padding does not need.
 HOOKS_OF_PROMPTS = frozenset({"bamba", "bloom", "falcon_h1", "mamba2", "nemotron_h", "zamba2"})
+WITHOUT_WINDOWS = frozenset({"bloom", "falcon", "gpt_neo", "mpt"})  # model types whose code masks none of the cache's
 # Model types with Qwen's image encoder.
 WITH_PICTURES = frozenset({"glm5_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp"})
 NO_LIMIT = (0.0, float("inf"))  # of a time step
@@ -78,6 +79,9 @@ class ChainAdapter(ModelAdapter):
         name = unknown_layer(self.cache_layers)
         if name is not None:
             return f"its cache has a {name}, which cannot be put back after a rejected guess"
+        window = self.attention_spans.window
+        if window is not None and (window < 2 or self.model.config.model_type in WITHOUT_WINDOWS):
+            return f"its cache has a window of {window} tokens, and its layers attend to the whole text"
         return self.shared_place()
 
     def unsupported_request(self, request: Request) -> str | None:
@@ -101,7 +105,7 @@ class ChainAdapter(ModelAdapter):
 
     @cached_property
     def _has_states(self) -> bool:
-        return any(type(layer) not in PLAIN_LAYERS for layer in self.cache_layers)
+        return not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in self.cache_layers)
 
     @cached_property
     def _has_slots(self) -> bool:

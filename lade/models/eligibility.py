@@ -121,8 +121,8 @@ def unsupported_arguments(request: Request, adapter: ModelAdapter) -> str | None
     unknown = sorted(name for name, value in request.model_kwargs.items() if name not in known and value is not None)
     if unknown:
         return f"the model argument {', '.join(unknown)} is not known to be safe with a block of guesses"
-    if adapter.takes_positions and request.position_ids is None:
-        return "generate() passes no position_ids to this model"
+    if adapter.takes_positions == (request.position_ids is None):
+        return "position_ids are passed to a forward that does not name them, or not to one that does"
     if request.position_ids is not None and request.position_ids.is_floating_point():
         return "position_ids are no integers"
     return None

@@ -32,7 +32,7 @@ FIXED_COST, COST_PER_TOKEN, PAYS = 10, 0.1, 20
 SMALL_BLOCK = 6  # tokens: a wrong guess, three right ones, and a wrong one after the root
 CHAINED = 15  # tokens that the chains of a check hold, as many more steps
 WAITS = (
-    "code that is not transformers' own, and code with a recurrent state, is tried out first, "
+    "code that lade does not know, and code with a recurrent state, is tried out first, "
     "once calls have asked for some hundreds of tokens; lade.warmup(model) does it at once"
 )
 
@@ -179,12 +179,10 @@ class TrialRun:
 
     def __init__(self, adapter: ModelAdapter, length: int, largest_block: int, num_rows: int, is_masked: bool) -> None:
         """As for `trial_errors`."""
-        self.adapter, self._num_rows = adapter, num_rows
+        self.adapter, self.largest_block, self._num_rows = adapter, max(largest_block, SMALL_BLOCK), num_rows
         longest = getattr(adapter.config, "max_position_embeddings", None) or length
         num_more = 1 + (CHAINED if adapter.takes_chains else 7)
         count = min(length, longest) - num_more
-        room = longest - count - 2 if adapter.takes_chains else largest_block  # two tokens follow it
-        self.largest_block = max(min(largest_block, room), SMALL_BLOCK)
         numbers = torch.Generator().manual_seed(0)
         text = torch.randint(adapter.num_tokens, (1, count + num_more), generator=numbers, device="cpu")
         device = adapter.model.get_input_embeddings().weight.device
