@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, StoppingCriteriaList
+from transformers import DynamicCache
 
-import lade
 from lade.common.compat import CACHE_NAME, DynamicLayer
 
 # Entries of a configuration's `layer_types` whose layers keep keys and values and nothing else.
@@ -32,8 +31,6 @@ class Answer:
     new_tokens: int
     seconds: float
     is_cut: bool  # by the limit on new tokens
-    tokens_per_step: float  # 1.0 for plain generate()
-    fallback_reason: str | None  # as in GenerationStats
 
 
 class DoesNotFit(ValueError):
@@ -98,7 +95,7 @@ class Conversation:
     def num_turns(self) -> int:
         return sum(message["role"] == "user" for message in self.messages)
 
-    def ask(self, question: str, streamer: Any = None, stopping_criteria: Any = (), **choice: Any) -> Answer:
+    def ask(self, question: str, streamer: Any = None, **choice: Any) -> Answer:
         """The model's answer, which becomes part of the conversation together with the question.
 
         choice: arguments of generate() that say how tokens are chosen. After an exception, including
@@ -116,7 +113,6 @@ class Conversation:
                 **{CACHE_NAME: self._cache},
                 max_new_tokens=self.max_new_tokens,
                 streamer=streamer,
-                stopping_criteria=StoppingCriteriaList(stopping_criteria),
                 **choice,
             )[0].tolist()
         except BaseException:
@@ -127,7 +123,7 @@ class Conversation:
             self._cached_ids = output[: int(self._cache.get_seq_length())]
         text: str = self.tokenizer.decode(new, skip_special_tokens=True).strip()
         self.messages = [*messages, {"role": "assistant", "content": text}]
-        stats, ends = lade.last_stats(), torch.tensor(self.model.generation_config.eos_token_id or []).view(-1).tolist()
+        ends = torch.tensor(self.model.generation_config.eos_token_id or []).view(-1).tolist()
         return Answer(
             text,
             prompt_tokens=len(ids),
@@ -135,8 +131,6 @@ class Conversation:
             new_tokens=len(new),
             seconds=seconds,
             is_cut=len(new) == self.max_new_tokens and new[-1] not in ends,
-            tokens_per_step=stats.tokens_per_step if stats and stats.fallback_reason is None else 1.0,
-            fallback_reason=stats.fallback_reason if stats else "lade is not loaded",
         )
 
     def _ids_of(self, messages: list[Message]) -> list[int]:

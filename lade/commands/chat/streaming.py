@@ -20,7 +20,7 @@ class AnswerStreamer(BaseStreamer):
     def __init__(self, tokenizer: Any, write: Callable[[str], Any], color: bool) -> None:
         self._text, self._write, self._color = Detokenizer(tokenizer), write, color
         self._is_prompt = True  # generate() puts the prompt first
-        self.is_begun = False
+        self.text = ""  # shown so far, without colours
 
     def put(self, value: Any) -> None:
         """value: the prompt at first, [1, P]; then one token, [1]."""
@@ -39,7 +39,7 @@ class AnswerStreamer(BaseStreamer):
 
     def _show(self, text: str, is_guess: bool) -> None:
         text = for_terminal(text)
-        text = text if self.is_begun else text.lstrip()  # an answer's leading blanks are left out
+        text = text if self.text else text.lstrip()  # an answer's leading blanks are left out
         if text:
-            self.is_begun = True
+            self.text += text
             self._write(f"{GUESSED}{text}{ORDINARY}" if is_guess and self._color else text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria
 
+import lade
 from lade.commands.chat.conversation import Answer, Conversation, DoesNotFit
 from lade.commands.chat.streaming import AnswerStreamer
 from lade.commands.detokenize import for_terminal
@@ -56,34 +55,6 @@ def line_reader(note: Callable[[str], None], no_history: bool = False) -> Callab
     note("Enter sends, Alt-Enter begins a new line")
     reader: Callable[[str], str] = PromptSession(history=history, key_bindings=keys, multiline=True).prompt
     return reader
-
-
-class StopOnInterrupt(StoppingCriteria):
-    """While entered, the first SIGINT ends generate() after the token under way; a second one raises KeyboardInterrupt.
-
-    Must be entered in the main thread, the only one that may handle signals.
-    """
-
-    def __init__(self, heard: Callable[[], None]) -> None:
-        """heard: called at the first SIGINT."""
-        self.is_set, self._heard = False, heard
-
-    def __enter__(self) -> StopOnInterrupt:
-        self._before = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        """input_ids: [B, length]. Returns [B] bool."""
-        return torch.full((len(input_ids),), self.is_set, dtype=torch.bool, device=input_ids.device)
-
-    def _on_signal(self, *_: Any) -> None:
-        if self.is_set:
-            raise KeyboardInterrupt
-        self.is_set = True
-        self._heard()
 
 
 class Terminal:
@@ -166,38 +137,36 @@ class Terminal:
                 self.note(record.getMessage())
 
     def _answer(self, question: str) -> Answer | None:
-        streamer = AnswerStreamer(self.conversation.tokenizer, self.write, self.color)
-
-        def heard() -> None:
-            if not streamer.is_begun:
-                self.note("stopping as soon as the prompt is read; Ctrl-C again takes the question back")
-
-        interrupt = StopOnInterrupt(heard)
+        conversation = self.conversation
+        streamer, before = AnswerStreamer(conversation.tokenizer, self.write, self.color), conversation.messages
         try:
-            with interrupt:
-                answer = self.conversation.ask(question, streamer, [interrupt], **self.choice)
+            answer = conversation.ask(question, streamer, **self.choice)
         except DoesNotFit as error:
             self.note(f"not asked: {error}")
             return None
         except KeyboardInterrupt:
+            text = streamer.text.strip()
             self.write("\n")
-            self.note("interrupted; the question is forgotten")
+            self.note("stopped" if text else "stopped; the question is forgotten")
+            if text:
+                turn = [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
+                conversation.messages = [*before, *turn]
             return None
         self.write("\n")
-        if interrupt.is_set:
-            self.note("stopped")
-        elif answer.is_cut:
+        if answer.is_cut:
             self.note(f"cut off after {answer.new_tokens} tokens; /set max_new_tokens allows more")
         if self.debug:
             self.note(summary(answer))
         return answer
 
     def _retry(self, words: str) -> None:
-        before = self.conversation.messages
+        before, num_turns = self.conversation.messages, self.conversation.num_turns
         question = self.conversation.undo()
         if question is None:
             self.note("nothing was asked yet")
-        elif self.answer(question) is None:
+            return
+        self.answer(question)
+        if self.conversation.num_turns < num_turns:  # not answered
             self.conversation.messages = before
 
     def _undo(self, words: str) -> None:
@@ -274,9 +243,7 @@ def turns(conversation: Conversation) -> str:
 
 def summary(answer: Answer) -> str:
     """The figures of one answer in a line."""
-    how = f"plain: {answer.fallback_reason}" if answer.fallback_reason else "lookahead"
     return (
-        f"{answer.new_tokens} tokens in {answer.seconds:.2f} s, {answer.new_tokens / answer.seconds:.1f} tokens/s, "
-        f"{answer.tokens_per_step:.2f} tokens per step ({how}); "
+        f"{answer.seconds:.2f} s, {answer.new_tokens / answer.seconds:.1f} tokens/s; {lade.last_stats()}; "
         f"prompt of {answer.prompt_tokens} tokens, {answer.reused_tokens} of them from the cache"
     )
