@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel
 
 from lade.models.base import ModelAdapter
@@ -47,6 +49,8 @@ CHAIN_LAYERS = frozenset(
 
 _adapters: dict[str, type[ModelAdapter]] = dict.fromkeys(REGULAR, ModelAdapter)
 _adapters |= {model_type: adapter for adapter, types in ADAPTERS.items() for model_type in types.split()}
+if Version(transformers.__version__) >= Version("5.18"):  # older ones' convolutions may begin anew with several tokens
+    _adapters |= dict.fromkeys(("lfm2", "lfm2_moe", "lfm2_vl", "lfm3"), ChainAdapter)
 _vouched_for: set[str] = set()  # model types registered by the user
 
 

@@ -262,6 +262,11 @@ FAMILIES = [
     family("minimax_m2", "MiniMaxM2ForCausalLM"),
     family("dbrx", "DbrxForCausalLM", attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
            ffn_config={"ffn_hidden_size": 48, "hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}),
+    family("lfm2", "Lfm2ForCausalLM", "chains of guesses", layer_types=["conv", "full_attention"]),
+    family("lfm2_moe", "Lfm2MoeForCausalLM", "chains of guesses", layer_types=["conv", "full_attention"],
+           num_dense_layers=1),
+    family("lfm3", "Lfm3ForCausalLM", "chains of guesses", layer_types=["conv", *SLIDING_AND_FULL], num_hidden_layers=3,
+           sliding_window=WINDOW),
     family("afmoe", "AfmoeForCausalLM", **SLIDING),
     family("arcee", "ArceeForCausalLM"),
     family("aria_text", "AriaTextForCausalLM"),
@@ -368,10 +373,6 @@ RECURRENT = [
            layer_types=["attention", "attention"], **MAMBA2, position_embedding_type="rope"),
     family("nemotron_h", "NemotronHForCausalLM", hybrid_override_pattern="M*-", mamba_num_heads=4, mamba_head_dim=24,
            ssm_state_size=8, n_groups=1, chunk_size=16, use_mamba_kernels=False),
-    family("lfm2", "Lfm2ForCausalLM", layer_types=["conv", "full_attention"]),
-    family("lfm2_moe", "Lfm2MoeForCausalLM", layer_types=["conv", "full_attention"], num_dense_layers=1),
-    family("lfm3", "Lfm3ForCausalLM", layer_types=["conv", *SLIDING_AND_FULL], num_hidden_layers=3,
-           sliding_window=WINDOW),
     family("minimax", "MiniMaxForCausalLM", layer_types=LINEAR_AND_FULL, block_size=16),
     family("kimi_linear", "KimiLinearForCausalLM", layer_types=LINEAR_AND_FULL, linear_head_dim=8, linear_num_heads=4,
            **LATENT),
@@ -398,7 +399,7 @@ RECURRENT = [
 CHAINS = set(
     """
     axk2 bailing_hybrid bamba deepseek_v32 dots3_note_text falcon_h1 glm_moe_dsa granitemoehybrid
-    granitemoehybrid-attention-only hy_v4 inkling_text inkling2_text kimi_linear lfm2 lfm2_moe lfm3 mamba2 nemotron_h olmo_hybrid
+    granitemoehybrid-attention-only hy_v4 inkling_text inkling2_text kimi_linear mamba2 nemotron_h olmo_hybrid
     qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text zamba2 zaya
     """.split()  # noqa: SIM905
 )
