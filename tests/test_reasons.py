@@ -199,12 +199,12 @@ def test_decoders_without_position_ids():
     ],
 )
 def test_windows_of_chains(name, settings):
-    """Of the cache alone, or of one token."""
-    assert reason_of(named(name).build()) is None
+    """Of the cache alone, or of one token. Older versions of Bloom raise."""
     model = named(name).build()
+    assert reason_of(model) is None
     for key, value in settings.items():
         setattr(model.config, key, value)
-    assert "its cache has a window" in reason_of(model)
+    assert "its cache has a window" in adapter_for(model).unsupported_layers()
 
 
 def test_continuous_batching_is_named(caplog, monkeypatch):
