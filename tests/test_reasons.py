@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 from support import prompt, run_both, tiny_llama
-from support.families import named, rope
+from support.families import before, named, rope
 from torch.ao import quantization
 from transformers import GenerationMixin, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -146,6 +146,8 @@ def test_layers_whose_configurations_differ():
     pytest.importorskip("transformers.integrations.heterogeneity")
     settings = {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
     assert reason_of(named("gemma4_text", **settings).build()) is None
+    if before("5.23"):
+        return  # plain generate() may raise for the other
     model = tiny_llama(sliding_window=40, per_layer_config={1: {"sliding_window": 4}})
     assert "is a per-layer attribute" in reason_of(model)
 
