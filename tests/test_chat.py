@@ -151,6 +151,11 @@ def test_ctrl_c_before_the_answer_takes_the_question_back(bundled, tokenizer, la
     assert len(terminal.conversation._cached_ids) == cached
     assert check_answer(terminal, "And of os.walk?").reused_tokens == cached
 
+    messages = list(terminal.conversation.messages)
+    with bundled.get_input_embeddings().register_forward_pre_hook(lade.allow_hook(press)):
+        terminal.take("/retry")
+    assert terminal.conversation.messages == messages  # the answer that was there
+
 
 def test_a_tokenizer_without_a_template_is_refused(random_model, tokenizer, lade_on, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)

@@ -114,7 +114,7 @@ class LookaheadCache(Cache):
     def end_prefill(self, batch_size: int) -> None:
         """Switch from prompts to blocks: `update` writes at `lengths`."""
         # Without attention nothing counts slots.
-        self.lengths = [max((layer.prefilled for layer in self.slot_layers), default=0)] * batch_size
+        self.lengths = [self.slot_layers[0].prefilled if self.slot_layers else 0] * batch_size
         self.in_block = True
 
     def adopt(self, cache: Any) -> None:

@@ -25,7 +25,7 @@ from lade.models.recurrent_state import SLOT_LAYERS, RecurrentCache, unknown_lay
 from lade.switch import current_config
 
 # Model types whose own prepare_inputs_for_generation changes nothing for blocks: it says how many rows the prompt's
-# logits have, or leaves out a mask that a token without padding does not need.
+# logits have, leaves out a mask that a token without padding does not need, or (Bloom's) pads masks of static caches.
 HOOKS_OF_PROMPTS = frozenset({"bamba", "bloom", "falcon_h1", "mamba2", "nemotron_h", "zamba2"})
 WITHOUT_WINDOWS = frozenset({"bloom", "falcon", "gpt_neo", "mpt"})  # model types whose code masks none of the cache's
 # Model types with Qwen's image encoder.

@@ -138,7 +138,7 @@ class Terminal:
 
     def _answer(self, question: str) -> Answer | None:
         conversation = self.conversation
-        streamer, before = AnswerStreamer(conversation.tokenizer, self.write, self.color), conversation.messages
+        streamer = AnswerStreamer(conversation.tokenizer, self.write, self.color)
         try:
             answer = conversation.ask(question, streamer, **self.choice)
         except DoesNotFit as error:
@@ -150,7 +150,7 @@ class Terminal:
             self.note("stopped" if text else "stopped; the question is forgotten")
             if text:
                 turn = [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
-                conversation.messages = [*before, *turn]
+                conversation.messages = [*conversation.messages, *turn]
             return None
         self.write("\n")
         if answer.is_cut:
